@@ -1,0 +1,68 @@
+"""KVPool: a paged KV pool as a pytree, and writing to it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import KVLayout, quantize_rows, write_records
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVPool:
+    """A paged pool of KV rows: slot = page * page_size + offset.
+
+    Attributes:
+      pages: [num_pages, stride] uint8.
+      layout: where a token's bytes sit in a page (static).
+      page_size: tokens, or compressed entries, per page (static).
+    """
+
+    pages: jax.Array
+    _: dataclasses.KW_ONLY
+    layout: KVLayout = dataclasses.field(metadata=dict(static=True))
+    page_size: int = dataclasses.field(metadata=dict(static=True))
+
+    @classmethod
+    def zeros(cls, num_pages: int, *, layout: KVLayout, page_size: int) -> "KVPool":
+        """An empty pool of `num_pages` pages.
+
+        Raises:
+          ValueError: a page count or page size that is not positive.
+        """
+        for name, value in dict(num_pages=num_pages, page_size=page_size).items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
+        return cls(jnp.zeros((num_pages, layout.page_stride(page_size)), jnp.uint8), layout=layout, page_size=page_size)
+
+    @property
+    def num_slots(self) -> int:
+        """Rows that the pool holds."""
+        return self.pages.shape[0] * self.page_size
+
+
+def write_kv(pool: KVPool, slots: jax.Array, rows: jax.Array) -> KVPool:
+    """Quantises rows and writes them to slots of a pool.
+
+    Args:
+      pool: the pool; donate it under jit to write in place.
+      slots: [n] int32 global slots, distinct where inside the pool; a slot outside (-1, say) is not written.
+      rows: [n, layout.d] bfloat16 or float32; or [n, layout.bytes_per_token] uint8, rows that `quantize_rows` encoded
+        already (under context parallelism that is what is worth gathering: 584 bytes a token instead of 1024).
+
+    Returns:
+      The new pool.
+
+    Raises:
+      ValueError: a wrong shape, dtype or page stride.
+    """
+    if rows.dtype != jnp.uint8:
+        if rows.ndim != 2 or rows.shape[1] != pool.layout.d or rows.dtype not in (jnp.bfloat16, jnp.float32):
+            raise ValueError(
+                f"`rows` must be bfloat16 or float32 [n, d={pool.layout.d}] (or uint8 "
+                f"[n, bytes_per_token={pool.layout.bytes_per_token}]), got {rows.dtype} {rows.shape}."
+            )
+        rows = quantize_rows(rows, layout=pool.layout)
+    pages = write_records(pool.pages, slots, rows, layout=pool.layout, page_size=pool.page_size)
+    return dataclasses.replace(pool, pages=pages)

@@ -1,0 +1,92 @@
+"""Round-robin context parallelism: which rank holds which row of a chunk. Index arithmetic only.
+
+Chunk row g lives on rank g % cp_size, as its local row g // cp_size. The modulo is of the row in the chunk, never of a
+position in a sequence. ("Round robin" is what SGLang calls interleave and TransformerEngine striped.)
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.common import cdiv
+
+
+def _check_cp_size(cp_size: int) -> None:
+    if not isinstance(cp_size, int) or cp_size < 1:
+        raise ValueError(f"`cp_size` must be an int >= 1, got {cp_size!r}.")
+
+
+def split_round_robin(x: jax.Array, cp_size: int) -> jax.Array:
+    """Chunk order -> rank order: rank 0's rows, then rank 1's, ...
+
+    Args:
+      x: [n, ...] rows in chunk order.
+      cp_size: number of ranks.
+
+    Returns:
+      [cp_size * ceil(n / cp_size), ...]: row r * ceil(n / cp_size) + k is chunk row r + cp_size * k, zero where that is
+      past n.
+
+    Raises:
+      ValueError: cp_size < 1.
+    """
+    _check_cp_size(cp_size)
+    rows = cdiv(x.shape[0], cp_size)
+    x = jnp.pad(x, [(0, rows * cp_size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(rows, cp_size, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+
+def merge_round_robin(x: jax.Array, cp_size: int, n: int) -> jax.Array:
+    """Rank order -> chunk order, padding rows cut off: the inverse of `split_round_robin`.
+
+    Args:
+      x: [cp_size * rows_per_rank, ...] in rank order.
+      cp_size: number of ranks.
+      n: rows of the chunk to keep, <= x.shape[0].
+
+    Returns:
+      [n, ...]: row g is x[(g % cp_size) * rows_per_rank + g // cp_size].
+
+    Raises:
+      ValueError: cp_size < 1, a row count that it does not divide, or n outside 0..rows.
+    """
+    _check_cp_size(cp_size)
+    if x.shape[0] % cp_size:
+        raise ValueError(f"`x` must have a row count divisible by cp_size={cp_size}, got {x.shape[0]} rows.")
+    if not 0 <= n <= x.shape[0]:
+        raise ValueError(f"`n` must be in 0..{x.shape[0]} (the rows of `x`), got {n}.")
+    return x.reshape(cp_size, x.shape[0] // cp_size, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)[:n]
+
+
+def rank_rows(x: jax.Array, cp_size: int, cp_rank) -> jax.Array:
+    """The rows of one rank, `x[cp_rank::cp_size]`, for a rank that may be traced.
+
+    Args:
+      x: [n, ...] in chunk order, n divisible by cp_size.
+      cp_size: number of ranks.
+      cp_rank: int, or int32 scalar such as `lax.axis_index(cp_axis)`.
+
+    Returns:
+      [n / cp_size, ...].
+    """
+    return lax.dynamic_index_in_dim(
+        x.reshape(x.shape[0] // cp_size, cp_size, *x.shape[1:]), cp_rank, axis=1, keepdims=False
+    )
+
+
+def query_start_loc(extend_lens: jax.Array, cp_size: int, cp_rank) -> jax.Array:
+    """First local row of every request on a rank, and the end of the last one.
+
+    A request that fills chunk rows a .. b-1 has the local rows ceil((a - r) / cp_size) .. ceil((b - r) / cp_size) - 1
+    of rank r; the differences are the request's `query_lens`.
+
+    Args:
+      extend_lens: [num_reqs] int32 new tokens per request, in chunk order.
+      cp_size: number of ranks.
+      cp_rank: int or int32 scalar.
+
+    Returns:
+      [num_reqs + 1] int32.
+    """
+    ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(extend_lens, dtype=jnp.int32)])
+    return jnp.maximum(ends - cp_rank + cp_size - 1, 0) // cp_size

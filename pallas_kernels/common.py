@@ -1,0 +1,103 @@
+"""What every op shares: integer helpers, argument checks, and the choice of an implementation."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b for integers."""
+    return -(-a // b)
+
+
+def check_array(name: str, x: Any, dtype: Any, /, **dims: int | None) -> tuple[int, ...]:
+    """Checks an array argument at trace time.
+
+    Args:
+      name: the argument's name in the caller's signature.
+      x: the argument.
+      dtype: the dtype asked for, or a tuple of those allowed.
+      **dims: one keyword per dimension, in order: its symbol and its size (None: any).
+
+    Returns:
+      The shape.
+
+    Raises:
+      ValueError: naming the argument, what was expected and what came.
+    """
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"`{name}` must be an array, got {type(x).__name__}.")
+    if len(x.shape) != len(dims) or any(n is not None and n != m for n, m in zip(dims.values(), x.shape)):
+        wanted = ", ".join(symbol if n is None else f"{symbol}={n}" for symbol, n in dims.items())
+        raise ValueError(f"`{name}` must have shape [{wanted}], got {tuple(x.shape)}.")
+    allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+    if x.dtype not in [jnp.dtype(t) for t in allowed]:
+        raise ValueError(f"`{name}` must have dtype {' or '.join(jnp.dtype(t).name for t in allowed)}, got {x.dtype}.")
+    return tuple(x.shape)
+
+
+def resolve_implementation(
+    op: str, implementation: str | None, interpret: Any, unsupported: Callable[[], str | None], device: Any = None
+) -> Implementation:
+    """Chooses how an op runs. A named implementation never falls back; None picks the best that works.
+
+    Args:
+      op: the op's name, for errors.
+      implementation: None, "xla" or "mosaic_gpu".
+      interpret: False, or how to run the Mosaic kernel in Pallas' interpreter (None then means "mosaic_gpu").
+      unsupported: says why the Mosaic kernel cannot serve these arguments, or None if it can; called, and so Mosaic
+        imported, only where it matters.
+      device: the device it will run on; by default the one JAX places new arrays on.
+
+    Raises:
+      ValueError: unknown name, or `interpret` together with "xla".
+      NotImplementedError: "mosaic_gpu" was named and cannot serve these arguments.
+    """
+    if implementation not in (None, "xla", "mosaic_gpu"):
+        raise ValueError(f"`implementation` of {op} must be None, 'xla' or 'mosaic_gpu', got {implementation!r}.")
+    if interpret is not False:
+        if implementation == "xla":
+            raise ValueError(f"`interpret` of {op} runs the Mosaic kernel; implementation='xla' has none.")
+        implementation = "mosaic_gpu"
+    if implementation == "mosaic_gpu":
+        if (reason := unsupported()) is not None:
+            raise NotImplementedError(f"implementation='mosaic_gpu' of {op}: {reason}")
+        return "mosaic_gpu"
+    if implementation is None and is_hopper(device) and unsupported() is None:
+        return "mosaic_gpu"
+    return "xla"
+
+
+def is_hopper(device: Any = None) -> bool:
+    """Whether `device` (default: the one JAX places new arrays on) is a Hopper GPU, compute capability 9.0."""
+    device = device or jax.config.jax_default_device or jax.devices()[0]
+    return getattr(device, "compute_capability", None) == "9.0"
+
+
+def match_varying(x: jax.Array, *like: Any) -> jax.Array:
+    """`x`, marked as varying over every manual mesh axis that one of `like` (arrays, their types, or None) varies over.
+
+    Outside shard_map, and with check_vma=False, it is `x` itself. Loop carries and the branches of a cond must agree in
+    this mark; freshly made zeros and the results of `plgpu.kernel` carry none.
+    """
+
+    def varying(y):
+        kind = y if isinstance(y, jax.ShapeDtypeStruct) else jax.typeof(y)
+        return getattr(kind.manual_axis_type, "varying", frozenset())
+
+    missing = frozenset().union(*(varying(y) for y in like if y is not None)) - varying(x)
+    return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def vary_alike(*args: Any) -> tuple:
+    """All arrays of these pytrees as JAX arrays, marked as varying over the manual mesh axes that any of them varies over.
+
+    Done before a custom_vjp: gradients of a replicated input then leave it varying, and JAX sums them over the axes.
+    """
+    args = jax.tree.map(jnp.asarray, args)
+    leaves = jax.tree.leaves(args)
+    return jax.tree.map(lambda x: match_varying(x, *leaves), args)

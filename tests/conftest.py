@@ -1,0 +1,62 @@
+"""Test set-up: virtual CPU devices, hardware markers, and the CPU as device of every test not marked for GPUs."""
+
+import os
+import pathlib
+
+# Before JAX starts: eight CPU devices, and enough threads for the Mosaic interpreter's warpgroups on a small machine.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("NPROC", "16")
+HAS_NVIDIA_DRIVER = pathlib.Path("/dev/nvidiactl").exists()
+if not HAS_NVIDIA_DRIVER:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.common import is_hopper
+from tests.helpers.aot import missing_for_aot, put_ptxas_on_path
+
+put_ptxas_on_path()
+
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("default")
+
+
+def _gpus() -> list[jax.Device]:
+    try:
+        return jax.devices("gpu")
+    except RuntimeError:
+        return []
+
+
+def pytest_collection_modifyitems(items):
+    gpus = _gpus()
+    lacking = {
+        "gpu": None if gpus and is_hopper(gpus[0]) else "needs a Hopper GPU",
+        "multi_gpu": None if len(gpus) > 1 else f"needs two GPUs or more, found {len(gpus)}",
+        "aot": (reason := missing_for_aot()) and f"ahead-of-time compilation needs {reason}",
+    }
+    for item in items:
+        for marker, reason in lacking.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _device(request):
+    """Tests marked `gpu` or `multi_gpu` run on GPUs, all others on the CPU, also where there is a GPU."""
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multi_gpu"):
+        yield
+    else:
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """Random numbers that depend on the test's name only."""
+    return np.random.default_rng(list(request.node.nodeid.encode()))

@@ -1,0 +1,54 @@
+"""merge_attention and apply_attn_sink."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import apply_attn_sink, merge_attention, sparse_mla_attention
+
+
+def test_30_and_70_keys_are_100(rng):
+    """Hard case 10."""
+    q = jnp.asarray(rng.standard_normal((2, 3, 512)), jnp.float32)
+    kv = jnp.asarray(rng.standard_normal((100, 512)), jnp.float32)
+    ids = jnp.broadcast_to(jnp.arange(100, dtype=jnp.int32), (2, 100))
+    attend = lambda ids: sparse_mla_attention(q, kv, ids, sm_scale=0.05)  # noqa: E731
+    whole, a, b = attend(ids), attend(ids[:, :30]), attend(ids[:, 30:])
+    out, lse = merge_attention(a.out, a.lse, b.out, b.lse)
+    np.testing.assert_allclose(out, whole.out, atol=1e-6)
+    np.testing.assert_allclose(lse, whole.lse, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_an_empty_part_changes_nothing(rng, dtype):
+    out = jnp.asarray(rng.standard_normal((4, 2, 8)), dtype)
+    lse = jnp.asarray(rng.standard_normal((4, 2)), jnp.float32) * 50
+    empty = jnp.zeros_like(out), jnp.full_like(lse, jnp.inf)
+    with jax.debug_nans(True):
+        for got in (merge_attention(out, lse, *empty), merge_attention(*empty, out, lse)):
+            np.testing.assert_array_equal(got[0], out)
+            np.testing.assert_array_equal(got[1], lse)
+        both = merge_attention(*empty, *empty)
+    assert (both[0] == 0).all() and (both[1] == jnp.inf).all() and both[0].dtype == dtype
+
+
+def test_far_apart_parts(rng):
+    out = jnp.ones((1, 1, 4)), -jnp.ones((1, 1, 4))
+    got, lse = merge_attention(out[0], jnp.full((1, 1), 500.0), out[1], jnp.full((1, 1), -500.0))
+    assert (got == 1).all() and lse[0, 0] == 500
+
+
+def test_gradient_of_the_merge_is_finite():
+    f = lambda a, b: merge_attention(jnp.ones((1, 2)), a, jnp.zeros((1, 2)), b)[0].sum()  # noqa: E731
+    with jax.debug_nans(True):
+        for a, b in ((0.3, -0.2), (np.inf, 1.0), (np.inf, np.inf)):
+            assert np.isfinite(jax.grad(f, (0, 1))(jnp.array([a]), jnp.array([b]))).all()
+
+
+def test_bad_shapes():
+    out, lse = jnp.zeros((3, 2, 8)), jnp.zeros((3, 2))
+    with pytest.raises(ValueError, match=r"`lse_b` must have shape \(3, 2\)"):
+        merge_attention(out, lse, out, lse[:2])
+    with pytest.raises(ValueError, match=r"`attn_sink` \(2,\)"):
+        apply_attn_sink(out, lse, jnp.zeros(3))

@@ -1,0 +1,341 @@
+"""The entry and both paths on virtual devices: against a float64 oracle, the gate by observation, bad input."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from dsa_cp_jax import (
+    DSAConfig,
+    KVPool,
+    attention,
+    dsa_prefill_attention,
+    dsa_prefill_attention_local,
+    merge_round_robin,
+    split_round_robin,
+)
+from pallas_kernels import KVLayout
+from tests.helpers.oracles import assert_close
+from tests.helpers.world import CONFIG, World, cpu_mesh, plan_of, traced_once
+
+KINDS = ("c0", "c4", "c128")
+# seq_lens, extend_lens and whether round-robin CP takes the sparse path. Capacity 48 rows.
+FULL, SHORT, PADDED, MULTI = ([600], [48]), ([127 + 24], [24]), ([300], [47]), ([140, 9, 600], [12, 9, 20])
+CASES = {
+    "full": (*FULL, True),
+    "short": (*SHORT, True),
+    "padded": (*PADDED, False),
+    "multi": (*MULTI, False),
+    "fresh": ([48], [48], True),
+    "one row per rank": ([4093 % 500 + 24], [24], True),
+    "last token in the padding row": ([8], [7], False),
+    "zero-length request": ([200, 50], [24, 0], False),
+    "nothing": ([], [], False),
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World.build(np.random.default_rng(1))
+
+
+@functools.cache
+def entry(kind, cp, path="auto", capacity=48, dtype=np.float32):
+    """The entry under jit, chunk order in and out, counted: one trace for all lengths."""
+    mesh = cpu_mesh((cp,))
+
+    @jax.jit
+    @traced_once
+    def run(q, plan, swa_pool, compressed_pool, topk, sink):
+        topk = None if topk is None else split_round_robin(topk, cp)
+        args = (split_round_robin(q, cp), plan, swa_pool, compressed_pool, topk, sink)
+        out = dsa_prefill_attention(*args, kind=kind, config=CONFIG, mesh=mesh, path=path)
+        return merge_round_robin(out, cp, q.shape[0])
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+def test_every_chunk_and_cp_size(world, rng, kind, cp):
+    """All cases in one compiled function = the float64 oracle, slack rows 0, whatever path the gate takes."""
+    for seq, extend, _ in CASES.values():
+        q, topk, where = world.queries(rng, seq, extend)
+        plan = plan_of(world.chunk(seq, extend, cp), config=CONFIG, cp_size=cp)
+        out = np.asarray(entry(kind, cp)(q, plan, *world.arguments(kind, topk)))
+        assert_close("out", out, world.oracle(kind, q, topk, where), abs_tol=5e-6, rel_tol=0)
+        assert (out[len(where) :] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cp", [2, 8])
+def test_arms_agree(world, rng, kind, cp):
+    """sparse + CP = dense + CP = cp 1, within float32 rounding; sparse + CP is right for padded chunks too."""
+    for seq, extend, _ in (CASES["full"], CASES["padded"], CASES["multi"]):
+        q, topk, _ = world.queries(rng, seq, extend)
+        arms = [("sparse", cp), ("dense", cp), ("sparse", 1)]
+        outs = []
+        for path, size in arms:
+            plan = plan_of(world.chunk(seq, extend, size), config=CONFIG, cp_size=size)
+            outs.append(entry(kind, size, path)(q, plan, *world.arguments(kind, topk)))
+        np.testing.assert_allclose(outs[0], outs[1], atol=3e-6)
+        np.testing.assert_allclose(outs[0], outs[2], atol=3e-6)
+
+
+def test_bfloat16(world, rng):
+    seq, extend, _ = CASES["full"]
+    q, topk, where = world.queries(rng, seq, extend, jnp.bfloat16)
+    plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
+    out = entry("c4", 4, dtype=jnp.bfloat16)(q, plan, *world.arguments("c4", topk))
+    assert out.dtype == jnp.bfloat16
+    assert_close("out", out, world.oracle("c4", q, topk, where), abs_tol=8e-4, rel_tol=3.01 / 128)
+
+
+def test_gate_by_observation(world, rng, monkeypatch):
+    """Padded, multi-request, full and shorter chunks of one capacity: dense, dense, sparse, sparse, one trace."""
+    for name in ("sparse_prefill", "dense_prefill"):
+        mark = 1.0 if name == "sparse_prefill" else 2.0
+        monkeypatch.setattr(
+            attention, name, lambda q, *args, mark=mark, **kw: jnp.full((*q.shape[:2], 512), mark, q.dtype)
+        )
+    jax.clear_caches()
+    mesh = cpu_mesh((4,))
+
+    @jax.jit
+    @traced_once
+    def run(q, plan, *args):
+        return dsa_prefill_attention(q, plan, *args, kind="c0", config=CONFIG, mesh=mesh)
+
+    for name in ("padded", "multi", "full", "short", "fresh", "zero-length request", "nothing"):
+        seq, extend, sparse = CASES[name]
+        q, topk, _ = world.queries(rng, seq, extend)
+        out = run(q, plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4), *world.arguments("c0", topk))
+        assert (out == (1.0 if sparse else 2.0)).all(), name
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slack_and_future_rows_influence_nothing(world, rng, kind):
+    """Bit-equal results when slack rows of q and topk, and every later position's KV, are NaN or rubbish."""
+    seq, extend = [150], [24]
+    q, topk, where = world.queries(rng, seq, extend)
+    plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
+    for path in ("sparse", "dense"):
+        want = entry(kind, 4, path)(q, plan, *world.arguments(kind, topk))
+        bad = jnp.arange(48) >= len(where)
+        q_bad = jnp.where(bad[:, None, None], jnp.nan, q)
+        topk_bad = jnp.where(bad[:, None], 2**31 - 1, topk)
+        np.testing.assert_array_equal(entry(kind, 4, path)(q_bad, plan, *world.arguments(kind, topk_bad)), want)
+        # Causality: the KV of the chunk's last token, and the entries it completes, are poison for its own row only.
+        swa = world.pools["c0"]
+        last = world.full_to_swa[world.req_to_token[world.pool_rows[0], seq[0] - 1]]
+        pages = np.asarray(swa.pages).copy()
+        page, t = divmod(int(last), swa.page_size)
+        pages[page, t * 576 : t * 576 + 576] = 0xFF
+        poisoned = dataclasses.replace(swa, pages=jnp.asarray(pages))
+        out = entry(kind, 4, path)(q, plan, poisoned, *world.arguments(kind, topk)[1:])
+        np.testing.assert_array_equal(out[: len(where) - 1], want[: len(where) - 1])
+        assert np.isnan(out[len(where) - 1]).any()
+
+
+def test_pool_slot_0_is_poison(rng):
+    """Hard case 2: 130 tokens, cp 4, ranks 2 and 3 end in a padding row; nothing of slot 0 reaches an output."""
+    world = World.build(rng, num_reqs=1, max_len=400, token_capacity=132)
+    assert (world.pools["c0"].pages[0] == 0xFF).all() and (world.pools["c128"].pages[0] == 0xFF).all()
+    q, topk, where = world.queries(rng, [130], [130])
+    for cp in (1, 4):
+        plan = plan_of(world.chunk([130], [130], cp), config=CONFIG, cp_size=cp)
+        assert bool(plan.use_sparse) == (cp == 1)
+        for kind, path in (("c0", "auto"), ("c128", "sparse"), ("c128", "dense")):
+            out = entry(kind, cp, path, capacity=132)(q, plan, *world.arguments(kind, topk))
+            assert np.isfinite(out).all() and (out[len(where) :] == 0).all()
+
+
+def test_the_naive_geometry_is_wrong(world, rng, monkeypatch):
+    """Positive control: positions as prefix + k, as in the original sparse path, are far from right."""
+    seq, extend, _ = CASES["full"]
+    q, topk, where = world.queries(rng, seq, extend)
+    plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
+    right = world.oracle("c0", q, topk, where)
+    monkeypatch.setattr(attention, "rank_rows", lambda x, cp, rank: x[: x.shape[0] // cp])
+    jax.clear_caches()
+    args = split_round_robin(q, 4), plan, *world.arguments("c0", topk)
+    out = dsa_prefill_attention(*args, kind="c0", config=CONFIG, mesh=cpu_mesh((4,)))
+    jax.clear_caches()
+    assert np.abs(merge_round_robin(out, 4, 48) - right).max() > 0.1
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "shape, names, reverse",
+    [((2, 4), ("dp", "cp"), False), ((4, 2), ("cp", "tp"), True), ((2, 2, 2), ("cp", "dp", "tp"), True)],
+)
+def test_meshes(world, rng, shape, names, reverse, axis_type):
+    """Other mesh axes, heads over tp, reversed device order, Auto and Explicit axes."""
+    mesh = cpu_mesh(shape, names, axis_types=(axis_type,) * len(shape), reverse=reverse)
+    cp = mesh.shape["cp"]
+    seq, extend, _ = CASES["full"]
+    q, topk, where = world.queries(rng, seq, extend)
+    plan = plan_of(world.chunk(seq, extend, cp), config=CONFIG, cp_size=cp)
+    swa, c4, topk_, sink = world.arguments("c4", topk)
+    args = split_round_robin(q, cp), plan, swa, c4, split_round_robin(topk_, cp), sink
+    head_axis = "tp" if "tp" in names else None
+    run = jax.jit(lambda *args: dsa_prefill_attention(*args, kind="c4", config=CONFIG, mesh=mesh, head_axis=head_axis))
+    out = run(*args)
+    assert out.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("cp", head_axis)), 3)
+    out = merge_round_robin(np.asarray(out), cp, 48)
+    assert_close("out", out, world.oracle("c4", q, topk, where), abs_tol=5e-6, rel_tol=0)
+    hlo = run.lower(*args).compile().as_text()
+    assert not [op for op in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if f" {op}(" in hlo]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("path", ["auto", "sparse", "dense"])
+def test_local_form_in_the_callers_shard_map(world, rng, check_vma, path):
+    seq, extend, _ = CASES["full"]
+    q, topk, where = world.queries(rng, seq, extend)
+    plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
+    local = functools.partial(dsa_prefill_attention_local, kind="c128", config=CONFIG, cp_axis="rank", path=path)
+    specs = (P("rank"), P(), P(), P(), P(), P())
+    f = jax.shard_map(local, mesh=cpu_mesh((4,), ("rank",)), in_specs=specs, out_specs=P("rank"), check_vma=check_vma)
+    out = jax.jit(f)(split_round_robin(q, 4), plan, *world.arguments("c128", None))
+    out = merge_round_robin(out, 4, 48)
+    assert_close("out", out, world.oracle("c128", q, topk, where), abs_tol=5e-6, rel_tol=0)
+
+
+def test_no_cp_axis(world, rng):
+    """cp_axis None: no mesh at all."""
+    seq, extend, _ = CASES["multi"]
+    q, topk, where = world.queries(rng, seq, extend)
+    plan = plan_of(world.chunk(seq, extend, 1), config=CONFIG, cp_size=1)
+    out = dsa_prefill_attention_local(q, plan, *world.arguments("c4", topk), kind="c4", config=CONFIG, cp_axis=None)
+    assert_close("out", out, world.oracle("c4", q, topk, where), abs_tol=5e-6, rel_tol=0)
+
+
+@pytest.mark.parametrize("path", ["auto", "sparse", "dense"])
+def test_gradient_through_the_entry(world, rng, path):
+    """Gradients of q and the sink through shard_map, with and without the cond, equal those of cp 1 without a mesh."""
+    seq, extend, _ = CASES["full"]
+    q, topk, _ = world.queries(rng, seq, extend)
+    swa, c4, topk, sink = world.arguments("c4", topk)
+
+    def loss(q, sink, cp):
+        plan = plan_of(world.chunk(seq, extend, cp), config=CONFIG, cp_size=cp)
+        if cp == 1:
+            args = (q, plan, swa, c4, topk, sink)
+            out = dsa_prefill_attention_local(*args, kind="c4", config=CONFIG, cp_axis=None, path=path)
+        else:
+            args = (split_round_robin(q, cp), plan, swa, c4, split_round_robin(topk, cp), sink)
+            out = dsa_prefill_attention(*args, kind="c4", config=CONFIG, mesh=cpu_mesh((cp,)), path=path)
+        return (out**2).sum()
+
+    got, want = (jax.grad(functools.partial(loss, cp=cp), (0, 1))(q, sink) for cp in (4, 1))
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_x64(world, rng):
+    seq, extend, _ = CASES["full"]
+    with jax.enable_x64(True):
+        q, topk, where = world.queries(rng, seq, extend)
+        plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
+        swa, _, _, sink = world.arguments("c0", topk)
+        out = dsa_prefill_attention(
+            split_round_robin(q, 4), plan, swa, attn_sink=sink, kind="c0", config=CONFIG, mesh=cpu_mesh((4,))
+        )
+        assert plan.query_pos.dtype == jnp.int32 and out.dtype == jnp.float32
+    want = world.oracle("c0", q, topk, where)
+    assert_close("out", merge_round_robin(out, 4, 48), want, abs_tol=5e-6, rel_tol=0)
+
+
+def test_forced_sparse_on_a_refused_chunk(world, rng):
+    seq, extend, _ = CASES["padded"]
+    q, topk, _ = world.queries(rng, seq, extend)
+    plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
+    message = r"`path='sparse'` must not be forced.*num_reqs=1, num_tokens=47, cp_size=4, overflow=False"
+    with pytest.raises(ValueError, match=message):
+        dsa_prefill_attention(
+            split_round_robin(q, 4), plan, *world.arguments("c0", topk), kind="c0", config=CONFIG,
+            mesh=cpu_mesh((4,)), path="sparse",
+        )  # fmt: skip
+
+
+BF16_POOL = KVPool.zeros(4, layout=KVLayout.BF16.with_d(576), page_size=16)
+BAD = [
+    ("c4", dict(topk_indices=None), r"`topk_indices` must be given for a c4 layer, got None"),
+    ("c4", dict(compressed_pool=None), r"`compressed_pool` must be given for a c4 layer, got None"),
+    ("c128", dict(topk_indices=jnp.zeros((48, 16), jnp.int32)), r"`topk_indices` must be None for a c128 layer"),
+    ("c0", dict(topk_indices=jnp.zeros((48, 16), jnp.int32)), r"`topk_indices` must be None for a c0 layer"),
+    ("c2", {}, r"`kind` must be one of 'c0', 'c4', 'c128', got 'c2'"),
+    ("c0", dict(path="fast"), r"`path` must be one of 'auto', 'sparse', 'dense', got 'fast'"),
+    ("c0", dict(q=jnp.zeros((130, 2, 512))), r"`q` must have 48 rows .*got 130"),
+    ("c0", dict(q=jnp.zeros((48, 3, 512))), r"`q` must have shape \[rows=48, h_q=2, d_qk=512\], got \(48, 3, 512\)"),
+    ("c0", dict(q=jnp.zeros((48, 2, 512), jnp.float16)), r"`q` must have dtype bfloat16 or float32, got float16"),
+    ("c4", dict(topk_indices=jnp.zeros((47, 16), jnp.int32)), r"`topk_indices` must have shape \[rows=48, topk\]"),
+    ("c4", dict(topk_indices=jnp.zeros((48, 16))), r"`topk_indices` must have dtype int32, got float32"),
+    ("c0", dict(attn_sink=jnp.zeros(3)), r"`attn_sink` must have shape \[h_q=2\], got \(3,\)"),
+    ("c0", dict(cp_axis="ranks"), r"`cp_axis` must be an axis of `mesh` \('cp',\), got 'ranks'"),
+    ("c0", dict(head_axis="tp"), r"`head_axis` must be an axis of `mesh` \('cp',\), got 'tp'"),
+    ("c0", dict(mesh=(2,)), r"`plan` must be made for cp_size=2 \(`mesh`\), got cp_size=4"),
+    ("c0", dict(swa_pool=BF16_POOL), r"`swa_pool` must have page_size=16 and rows of d_qk=512"),
+    ("c0", dict(swa_pool=BF16_POOL.pages), r"`swa_pool` must be a KVPool, got "),
+    ("c4", dict(compressed_pool="c128"), r"`compressed_pool` must have page_size=8 .*got page_size=2"),
+    ("c0", dict(implementation="cuda"), r"`implementation` of .* must be None, 'xla' or 'mosaic_gpu', got 'cuda'"),
+    ("c0", dict(head_axis="cp", config=dataclasses.replace(CONFIG, h_q=2)), r"`head_axis` of size 4 must divide h_q=2"),
+]
+
+
+@pytest.mark.parametrize(
+    "kind, change, message", BAD, ids=[f"{k}-{next(iter(c), 'kind')}-{i}" for i, (k, c, _) in enumerate(BAD)]
+)
+def test_bad_arguments(world, rng, kind, change, message):
+    """Every mistake is a ValueError that names the argument, before anything runs."""
+    q, topk, _ = world.queries(rng, *FULL)
+    plan = plan_of(world.chunk(*FULL, 4), config=CONFIG, cp_size=4)
+    swa, compressed, topk, sink = world.arguments(kind if kind in KINDS else "c0", topk)
+    kwargs = dict(
+        q=q, plan=plan, swa_pool=swa, compressed_pool=compressed, topk_indices=topk, attn_sink=sink, kind=kind,
+        config=CONFIG, mesh=cpu_mesh((4,)),
+    ) | change  # fmt: skip
+    if isinstance(kwargs["mesh"], tuple):
+        kwargs["mesh"] = cpu_mesh(kwargs["mesh"])
+    if isinstance(kwargs["compressed_pool"], str):
+        kwargs["compressed_pool"] = world.pools[kwargs["compressed_pool"]]
+    with pytest.raises(ValueError, match=message):
+        dsa_prefill_attention(**kwargs)
+
+
+def test_a_kind_without_page_table(world, rng):
+    q, topk, _ = world.queries(rng, *FULL)
+    chunk = world.chunk(*FULL, 4, page_tables={4: world.page_tables[4]})
+    plan = plan_of(chunk, config=CONFIG, cp_size=4)
+    with pytest.raises(ValueError, match=r"`plan` must be made from page_tables\[128\] for a c128 layer"):
+        dsa_prefill_attention(q, plan, *world.arguments("c128", topk), kind="c128", config=CONFIG, mesh=cpu_mesh((4,)))
+
+
+def test_presets_lower_at_full_size():
+    """V4-Flash and V4-Pro sizes trace without a device of that size: shapes, dtypes and statics only."""
+    from dsa_cp_jax import PrefillChunk
+
+    config = DSAConfig.deepseek_v4_flash()
+    chunk = PrefillChunk.build(
+        seq_lens=[4096], extend_lens=[4096], req_pool_indices=[0], req_to_token=np.arange(8192)[None],
+        full_to_swa=np.arange(8192), page_tables={4: np.arange(32)[None], 128: np.arange(32)[None]},
+        token_capacity=4096, cp_size=4,
+    )  # fmt: skip
+    plan = jax.eval_shape(functools.partial(plan_of, config=config, cp_size=4), chunk)
+    pools = jax.eval_shape(
+        lambda: (
+            KVPool.zeros(32, layout=KVLayout.V4, page_size=256),
+            KVPool.zeros(32, layout=KVLayout.V4, page_size=64),
+        )
+    )
+    q = jax.ShapeDtypeStruct((4096, 64, 512), jnp.bfloat16)
+    topk = jax.ShapeDtypeStruct((4096, 512), jnp.int32)
+    run = functools.partial(dsa_prefill_attention, kind="c4", config=config, mesh=cpu_mesh((4,)))
+    assert jax.eval_shape(run, q, plan, *pools, topk).shape == (4096, 64, 512)

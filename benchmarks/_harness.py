@@ -1,0 +1,102 @@
+"""What the benchmarks share: device times, ceilings measured in the same run, and the rows of results."""
+
+import argparse
+import datetime
+import functools
+import json
+import pathlib
+import subprocess
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLUSH_BYTES = 2 << 30
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _fill(value, size):
+    return jnp.full((size // 4,), value, jnp.int32)
+
+
+def device_us(launch: Callable[[int], object], *, launches: int = 25, flush: bool = True) -> tuple[float, float]:
+    """Device time of `launch(i)`, the kernels of one call added up: (median, minimum) in microseconds, by CUPTI.
+
+    With `flush`, 2 GiB are written before every call: nothing of the inputs is left in L2, and what is there is dirty.
+    """
+    from jax._src.lib import mosaic_gpu as lib  # the only device timer inside JAX
+
+    profiler = lib._mosaic_gpu_ext
+    jax.block_until_ready((launch(0), _fill(0, FLUSH_BYTES)))
+    profiler._cupti_init()
+    try:
+        for i in range(launches):
+            if flush:
+                jax.block_until_ready(_fill(i, FLUSH_BYTES))
+            jax.block_until_ready(launch(i))
+    finally:
+        kernels = profiler._cupti_get_timings(True)
+    times = np.array([ms for _, ms in kernels]).reshape(launches, -1)[:, int(flush) :].sum(1) * 1e3
+    return float(np.median(times)), float(times.min())
+
+
+@functools.cache
+def copy_gbps() -> float:
+    """Bytes read and written per second by an elementwise kernel over 2 GiB, in GB/s: the ceiling of data movement."""
+    x = jnp.ones((2 << 30) // 4, jnp.int32)
+    copy = jax.jit(lambda x: x ^ 1)
+    return 2 * x.nbytes / device_us(lambda i: copy(x), launches=9, flush=False)[0] / 1e3
+
+
+@functools.cache
+def about_this_run() -> dict:
+    def say(*command):
+        try:
+            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        except FileNotFoundError:
+            return ""
+
+    return dict(
+        device=jax.devices()[0].device_kind,
+        jax=jax.__version__,
+        driver=say("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or None,
+        commit=say("git", "rev-parse", "--short", "HEAD") or None,
+        date=datetime.date.today().isoformat(),
+    )
+
+
+def row(op, case, implementation, times, num_bytes, *, max_abs_err, baseline_us=None, bar=None, **more) -> dict:
+    us, us_min = times
+    gbps = num_bytes / us / 1e3
+    return dict(
+        op=op, case=case, implementation=implementation, us=round(us, 2), us_min=round(us_min, 2), bytes=num_bytes,
+        gbps=round(gbps), ceiling_gbps=round(copy_gbps()), ceiling_share=round(gbps / copy_gbps(), 3),
+        max_abs_err=max_abs_err, baseline_us=baseline_us, ratio=baseline_us and round(baseline_us / us, 2), bar=bar,
+        **more, **about_this_run(),
+    )  # fmt: skip
+
+
+class Results:
+    """Prints each row and appends it to a JSONL file."""
+
+    def __init__(self, path: str | None):
+        about = about_this_run()
+        name = f"{about['date']}-{about['device'].removeprefix('NVIDIA ').lower().replace(' ', '-')}.jsonl"
+        self.path = pathlib.Path(path) if path else pathlib.Path(__file__).parent / "results" / name
+
+    def add(self, **row):
+        share, ratio = row["ceiling_share"], row["ratio"]
+        print(
+            f"{row['op']:20s} {row['case']:34s} {row['implementation']:10s} {row['us']:9.1f} us {row['gbps']:5d} GB/s "
+            f"{share:6.1%} of a copy" + (f", {ratio:.2f} x baseline" if ratio else ""),
+            flush=True,
+        )
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def arguments(doc: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="JSONL file to append to (default: benchmarks/results/<date>-<device>.jsonl)")
+    return parser.parse_args()

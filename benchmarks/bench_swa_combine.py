@@ -1,0 +1,56 @@
+"""Times the strided combine: python -m benchmarks.bench_swa_combine [--out FILE]
+
+Device time (CUPTI), median of 25 launches, each after 2 GiB were written: cold and dirty L2. Both implementations are
+checked against each other first. The baseline is SGLang's Triton kernel, as measured apart on an H200.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import _harness as harness
+from pallas_kernels import combine_swa_indices
+
+BASELINE = "SGLang 0.5.23 Triton, H200, 2026-11-29, measured apart from this run"
+WINDOW = 128
+#        case, rows, topk, explicit top-k, compress ratio, SGLang's time in us
+CASES = [
+    ("c4_4096x(512+128)", 4_096, 512, True, 4, 10.0),
+    ("c4_16384x(512+128)", 16_384, 512, True, 4, 24.3),
+    ("c4_4096x(1024+128)", 4_096, 1_024, True, 4, 13.7),
+    ("c4_16384x(1024+128)", 16_384, 1_024, True, 4, 41.2),
+    ("c128_4096x(8192+128)", 4_096, 8_192, False, 128, None),
+    ("c0_131072x128", 131_072, 0, True, 1, None),
+]
+
+
+def main():
+    results = harness.Results(harness.arguments(__doc__).out)
+    for case in CASES:
+        measure(results, *case)
+
+
+def measure(results, case, rows, topk, explicit, ratio, baseline_us):
+    rng = np.random.default_rng(0)
+    # late positions: every row keeps its whole top-k
+    pos = jnp.array(rng.integers(topk * ratio, 2**20 + topk * ratio, rows), jnp.int32)
+    topk_indices = jnp.array(rng.integers(0, 2**18, (rows, topk)), jnp.int32) if explicit else None
+    bases = [jnp.array(rng.integers(0, 100_000, 1), jnp.int32) for _ in range(3)]
+    args = topk_indices, pos, jnp.zeros(rows, jnp.int32), *bases
+    width = -(-(topk + WINDOW) // 128) * 128
+    num_bytes = 4 * rows * ((topk if explicit else 0) + width + 3)
+    run = jax.jit(combine_swa_indices, static_argnames=("compress_ratio", "topk", "window", "implementation"))
+    sizes = dict(compress_ratio=ratio, topk=None if explicit else topk, window=WINDOW)
+    want = run(*args, **sizes, implementation="xla")
+    for name in ("mosaic_gpu", "xla"):
+        got = run(*args, **sizes, implementation=name)
+        error = max(int(jnp.abs(a - b).max()) for a, b in zip(got, want))
+        times = harness.device_us(lambda i, name=name: run(*args, **sizes, implementation=name))
+        baseline = {}
+        if name == "mosaic_gpu" and baseline_us is not None:
+            baseline = dict(baseline_us=baseline_us, bar=1.0, baseline=BASELINE)
+        results.add(**harness.row("combine_swa_indices", case, name, times, num_bytes, max_abs_err=error, **baseline))
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,7 @@ class DSAConfig:
     d_qk: int = 512
     d_v: int = 512
     d_rope: int = 64
-    sm_scale: float | None = None
+    sm_scale: float = None  # type: ignore[assignment]
     swa_window: int = 128
     swa_page_size: int = 256
     c4_page_size: int = 64

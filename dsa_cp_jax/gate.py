@@ -51,7 +51,8 @@ def can_use_sparse_prefill(
 
     Source: the rule of SGLang pull request 27276.
     """
-    if is_cp_round_robin and (cp_size is None or cp_size < 1):
+    ranks = cp_size or 0
+    if is_cp_round_robin and ranks < 1:
         raise ValueError(f"`cp_size` must be >= 1 under round-robin context parallelism, got {cp_size}.")
     if extend_lens is None:
         return GateDecision(False, "extend lengths are not known")
@@ -66,7 +67,7 @@ def can_use_sparse_prefill(
         return GateDecision(False, f"{len(extend_lens)} requests under round-robin CP")
     if cp_num_rows is None:
         return GateDecision(False, "CP metadata gives no row count")
-    if n % cp_size:
+    if n % ranks:
         return GateDecision(False, f"padded: {n} tokens are no multiple of cp_size={cp_size}")
     if cp_num_rows != q_num_rows:
         return GateDecision(False, f"padded: {q_num_rows} query rows, CP metadata says {cp_num_rows}")

@@ -4,6 +4,8 @@
 KV out of the pools. Both take each row's request and position, and never derive a position from a row number.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -45,32 +47,40 @@ def sparse_prefill(
     Returns:
       [rows, h, d_v] in q's dtype.
     """
-    how = dict(implementation=implementation, interpret=interpret)
-    region = plan.compressed[kind] if compressed_pool is not None else None
+    how: dict[str, Any] = dict(implementation=implementation, interpret=interpret)
+    compressed: dict[str, Any] = dict(compressed_layout=None, compressed_page_size=None)
+    pages = slots = topk = None
+    compressed_base, swa_base = jnp.zeros_like(plan.swa.base), plan.swa.base
+    if compressed_pool is None:
+        topk_indices = jnp.zeros((q.shape[0], 0), jnp.int32)
+    else:
+        region, page_size = plan.compressed[kind], compressed_pool.page_size
+        pages, slots = compressed_pool.pages, region.slots
+        compressed = dict(
+            compressed_layout=compressed_pool.layout, compressed_page_size=page_size, num_compressed=region.count
+        )
+        compressed_base, swa_base = region.base, swa_base + slots.shape[0]
+        topk = None if topk_indices is not None else plan.entry_capacity(kind, page_size)
     workspace = gather_workspace(
-        None if compressed_pool is None else compressed_pool.pages,
-        None if region is None else region.slots,
+        pages,
+        slots,
         swa_pool.pages,
         plan.swa.slots,
-        compressed_layout=None if compressed_pool is None else compressed_pool.layout,
-        compressed_page_size=None if compressed_pool is None else compressed_pool.page_size,
+        **compressed,
         swa_layout=swa_pool.layout,
         swa_page_size=swa_pool.page_size,
-        num_compressed=None if region is None else region.count,
         num_swa=plan.swa.count,
         **how,
     )
-    if kind == "c0":
-        topk_indices = jnp.zeros((q.shape[0], 0), jnp.int32)
     indices, lengths = combine_swa_indices(
         topk_indices,
         query_pos,
         query_req,
-        jnp.zeros_like(plan.swa.base) if region is None else region.base,
-        plan.swa.base + (0 if region is None else region.slots.shape[0]),
+        compressed_base,
+        swa_base,
         plan.swa_first_pos,
         compress_ratio=compress_ratio(kind),
-        topk=plan.entry_capacity(kind, compressed_pool.page_size) if kind == "c128" else None,
+        topk=topk,
         window=config.swa_window,
         **how,
     )
@@ -101,7 +111,7 @@ def dense_prefill(
     """
     live, req = query_req >= 0, query_req[:, None]
     pos = query_pos[:, None] - jnp.arange(config.swa_window, dtype=jnp.int32)
-    extra = {}
+    extra: dict[str, Any] = {}
     if compressed_pool is not None:
         page_size = compressed_pool.page_size
         if topk_indices is None:

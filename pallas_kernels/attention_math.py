@@ -77,7 +77,8 @@ def attend_in_blocks(q, rows, fetch: Callable, attn_sink, *, keys_per_row: int, 
     def step(i, results):
         start = jnp.minimum(i * size, s_q - size)
         q_block, row_block = _slice_rows((q, rows), start, size)
-        block = attend(q_block, *fetch(row_block), attn_sink, sm_scale=sm_scale, d_v=d_v)
+        k, valid = fetch(row_block)
+        block = attend(q_block, k, valid, attn_sink, sm_scale=sm_scale, d_v=d_v)
         return jax.tree.map(
             lambda x, b: lax.dynamic_update_slice_in_dim(x, b.astype(x.dtype), start, 0), results, block
         )

@@ -94,7 +94,7 @@ def match_varying(x: jax.Array, *like: Any) -> jax.Array:
 
 
 def vary_alike(*args: Any) -> tuple:
-    """All arrays of these pytrees as JAX arrays, marked as varying over the manual mesh axes that any of them varies over.
+    """These pytrees as JAX arrays, all marked as varying over every manual mesh axis that one of them varies over.
 
     Done before a custom_vjp: gradients of a replicated input then leave it varying, and JAX sums them over the axes.
     """

@@ -111,7 +111,7 @@ def gather_workspace(
                 f"{'None' if compressed_pages is None else 'given'}."
             )
     layouts = [swa_layout]
-    if compressed_pages is not None:
+    if compressed_layout is not None and compressed_page_size is not None:
         _check(
             "compressed_",
             compressed_pages,

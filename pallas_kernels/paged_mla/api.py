@@ -89,10 +89,9 @@ def paged_mla_attention(
     for name, value in (extra | dict(extra_topk_length=extra_topk_length)).items():
         if extra_pages is None and value is not None:
             raise ValueError(f"`extra_pages` must be given with `{name}`, got None.")
-    if extra_pages is not None:
-        for name, value in extra.items():
-            if value is None:
-                raise ValueError(f"`{name}` must be given with `extra_pages`, got None.")
+        if extra_pages is not None and value is None and name != "extra_topk_length":
+            raise ValueError(f"`{name}` must be given with `extra_pages`, got None.")
+    if extra_layout is not None and extra_page_size is not None:
         _check_scope("extra_", b, d_qk, extra_pages, extra_indices, extra_topk_length, extra_layout, extra_page_size)
         scopes.append((extra_pages, extra_layout, extra_page_size))
         rows.append((extra_indices, extra_topk_length))

@@ -117,7 +117,9 @@ def _forward(*args):
 
 
 def _backward(options: _Options, args, cotangents):
-    dq, dkv, dsink = reference.sparse_mla_attention_grad(*args, cotangents, sm_scale=options.sm_scale, d_v=options.d_v)
+    dq, dkv, dsink = reference.sparse_mla_attention_grad(
+        *args, cotangents=cotangents, sm_scale=options.sm_scale, d_v=options.d_v
+    )
     return dq, dkv, None, None, dsink
 
 

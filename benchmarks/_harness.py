@@ -41,6 +41,25 @@ def device_us(launch: Callable[[int], object], *, launches: int = 25, flush: boo
     return float(np.median(times)), float(times.min())
 
 
+def as_torch(*arrays: jax.Array) -> list:
+    """The arrays as torch tensors over the same device memory."""
+    import torch
+
+    return [torch.from_dlpack(jax.block_until_ready(x)) for x in arrays]
+
+
+def torch_device_us(launch: Callable[[], object], **kwargs) -> tuple[float, float]:
+    """`device_us` of a call that launches kernels through torch."""
+    import torch
+
+    def call(_):
+        result = launch()
+        torch.cuda.synchronize()
+        return result
+
+    return device_us(call, **kwargs)
+
+
 @functools.cache
 def copy_gbps() -> float:
     """Bytes read and written per second by an elementwise kernel over 2 GiB, in GB/s: the ceiling of data movement."""

@@ -240,5 +240,5 @@ def test_workspace_parts_go_together():
 def test_named_kernel_never_falls_back():
     """No kernel serves F32 pools: asking for it by name raises, with the reason."""
     pages, slots = jnp.zeros((2, KVLayout.F32.page_stride(64)), jnp.uint8), jnp.zeros(3, jnp.int32)
-    with pytest.raises(NotImplementedError, match="implementation='mosaic_gpu' of gather_dequant: .*F32"):
+    with pytest.raises(NotImplementedError, match=r"implementation='mosaic_gpu' of gather_dequant: .*F32"):
         gather_dequant(pages, slots, layout=KVLayout.F32, page_size=64, implementation="mosaic_gpu")

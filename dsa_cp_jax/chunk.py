@@ -38,6 +38,8 @@ class PrefillChunk:
       full_to_swa: [full slots] int32, full slot -> slot of the SWA pool.
       page_tables: {compress ratio: [R, pages] int32}, compressed page -> page of that ratio's pool.
       token_capacity: rows that the chunk's arrays have (static), >= sum(extend_lens).
+      entry_capacities: ((compress ratio, entries), ...): workspace rows for the compressed entries of all requests
+        together (static); a ratio that is not in it has room for all that its page table can name.
     """
 
     num_reqs: jax.Array
@@ -48,6 +50,7 @@ class PrefillChunk:
     full_to_swa: jax.Array
     page_tables: dict[int, jax.Array]
     token_capacity: int = dataclasses.field(metadata=dict(static=True))
+    entry_capacities: tuple[tuple[int, int], ...] = dataclasses.field(default=(), metadata=dict(static=True))
 
     @classmethod
     def build(
@@ -62,6 +65,7 @@ class PrefillChunk:
         token_capacity: int,
         cp_size: int,
         num_reqs: int | None = None,
+        entry_capacities: Mapping[int, int] | None = None,
     ) -> "PrefillChunk":
         """Checks a chunk on the host and makes it a pytree.
 
@@ -73,6 +77,8 @@ class PrefillChunk:
           token_capacity: static row count, divisible by cp_size.
           cp_size: ranks that the rows will be split over.
           num_reqs: live requests, zero-length ones too; None: all R.
+          entry_capacities: {compress ratio: entries} static room for the compressed entries (seq_len // ratio) of all
+            requests together; by default all that the page table can name, R x pages x page size.
 
         Raises:
           ValueError: naming the argument: shapes that do not fit, lengths that are negative or inconsistent, more
@@ -130,6 +136,15 @@ class PrefillChunk:
                 raise ValueError(
                     f"`full_to_swa` must give a slot to every new token; request {i} has none at position {pos}."
                 )
+        entry_capacities = dict(entry_capacities or {})
+        for ratio, capacity in entry_capacities.items():
+            if ratio not in tables:
+                raise ValueError(f"`entry_capacities` must have keys of page_tables {[*tables]}, got {ratio!r}.")
+            entries = int((seq_lens // ratio).sum())
+            if capacity < entries:
+                raise ValueError(
+                    f"`entry_capacities[{ratio}]` must be >= the batch's {entries} entries, got {capacity}."
+                )
         tokens = int(extend_lens.sum())
         if tokens > token_capacity:
             raise ValueError(f"`extend_lens` must sum to at most token_capacity={token_capacity}, got {tokens}.")
@@ -142,6 +157,7 @@ class PrefillChunk:
             full_to_swa=jnp.asarray(full_to_swa),
             page_tables={r: jnp.asarray(t) for r, t in tables.items()},
             token_capacity=token_capacity,
+            entry_capacities=tuple(sorted(entry_capacities.items())),
         )
 
     def swa_slots(self, req: jax.Array, pos: jax.Array) -> jax.Array:
@@ -234,24 +250,28 @@ def _region(lens: jax.Array, capacity: int, slots_of: Callable) -> WorkspaceRegi
     )
 
 
-def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int) -> ChunkPlan:
+def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int, gate: str = "seed") -> ChunkPlan:
     """Plans a chunk: positions, slots, bases, and the gate. Call it inside jit, once per chunk; every layer uses it.
 
     Static capacities: token_capacity rows, token_capacity + R (swa_window - 1) window rows, and for each page table
-    R x pages x page size entries.
+    chunk.entry_capacities, by default R x pages x page size entries. A chunk that does not fit overflows: it is dense.
 
     Args:
       chunk: from `PrefillChunk.build`.
       config: the model's DSAConfig.
-      cp_size: ranks of the CP axis. With 1 there is no CP: any unpadded chunk is sparse. Otherwise the gate is
-        `sparse_prefill_predicate`.
+      cp_size: ranks of the CP axis.
+      gate: "seed" is the rule of `sparse_prefill_predicate` (with cp_size 1 there is no CP: any chunk is sparse).
+        "wide" takes the sparse path for any chunk with a token: several requests, padding rows. The sparse path is
+        right for those too, because each row carries its own request and position.
 
     Returns:
       ChunkPlan, to be replicated over all mesh axes.
 
     Raises:
-      ValueError: token_capacity is not divisible by cp_size.
+      ValueError: token_capacity is not divisible by cp_size, or an unknown gate.
     """
+    if gate not in ("seed", "wide"):
+        raise ValueError(f"`gate` must be 'seed' or 'wide', got {gate!r}.")
     capacity, (size,) = chunk.token_capacity, chunk.seq_lens.shape
     if cp_size < 1 or capacity % cp_size:
         raise ValueError(f"`cp_size` must be >= 1 and divide token_capacity={capacity}, got {cp_size}.")
@@ -276,18 +296,20 @@ def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int) -> ChunkP
             continue
         page_size = config.compressed_page_size(kind)
         entries = seq_lens // compress_ratio(kind)
-        overflow |= (entries > table.shape[1] * page_size).any()
+        room = dict(chunk.entry_capacities).get(compress_ratio(kind), size * table.shape[1] * page_size)
+        overflow |= (entries > table.shape[1] * page_size).any() | (entries.sum() > room)
 
         def slots_of(req, entry, kind=kind, page_size=page_size):
             return chunk.compressed_slots(kind, page_size, req, entry)
 
-        compressed[kind] = _region(entries, size * table.shape[1] * page_size, slots_of)
+        compressed[kind] = _region(entries, room, slots_of)
 
-    gate = num_tokens > 0 if cp_size == 1 else sparse_prefill_predicate(chunk.num_reqs, num_tokens, cp_size=cp_size)
+    any_chunk = gate == "wide" or cp_size == 1
+    sparse = num_tokens > 0 if any_chunk else sparse_prefill_predicate(chunk.num_reqs, num_tokens, cp_size=cp_size)
     return ChunkPlan(
         chunk=chunk,
         num_tokens=num_tokens,
-        use_sparse=gate & ~overflow,
+        use_sparse=sparse & ~overflow,
         overflow=overflow,
         query_pos=query_pos,
         query_req=query_req,

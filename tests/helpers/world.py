@@ -19,7 +19,7 @@ from pallas_kernels.kv_rows import dequantize_rows
 from tests.helpers.oracles import attention
 
 CONFIG = DSAConfig(h_q=2, topk=16, swa_page_size=16, c4_page_size=8, c128_page_size=2)
-plan_of = jax.jit(make_plan, static_argnames=("config", "cp_size"))
+plan_of = jax.jit(make_plan, static_argnames=("config", "cp_size", "gate"))
 
 
 def traced_once(f):

@@ -20,25 +20,45 @@ def _fill(value, size):
     return jnp.full((size // 4,), value, jnp.int32)
 
 
-def device_us(launch: Callable[[int], object], *, launches: int = 25, flush: bool = True) -> tuple[float, float]:
-    """Device time of `launch(i)`, the kernels of one call added up: (median, minimum) in microseconds, by CUPTI.
-
-    With `flush`, 2 GiB are written before every call: nothing of the inputs is left in L2, and what is there is dirty.
-    """
+def kernel_times(launch: Callable[[int], object], launches: int, before: Callable, ready: Callable) -> np.ndarray:
+    """Device times in microseconds: a row per call, in it the kernels of `before(i)` and `launch(i)` in order."""
     from jax._src.lib import mosaic_gpu as lib  # the only device timer inside JAX
 
     profiler = lib._mosaic_gpu_ext
-    jax.block_until_ready((launch(0), _fill(0, FLUSH_BYTES)))
+    ready((launch(0), before(0)))
     profiler._cupti_init()
     try:
         for i in range(launches):
-            if flush:
-                jax.block_until_ready(_fill(i, FLUSH_BYTES))
-            jax.block_until_ready(launch(i))
+            before(i)
+            result = launch(i)
+        ready(result)
     finally:
         kernels = profiler._cupti_get_timings(True)
-    times = np.array([ms for _, ms in kernels]).reshape(launches, -1)[:, int(flush) :].sum(1) * 1e3
+    return np.array([ms for _, ms in kernels]).reshape(launches, -1) * 1e3
+
+
+def device_us(
+    launch: Callable[[int], object], *, launches: int = 25, flush: bool = True, ready: Callable = jax.block_until_ready
+) -> tuple[float, float]:
+    """Device time of `launch(i)`, the kernels of one call added up: (median, minimum) in microseconds, by CUPTI.
+
+    With `flush`, 2 GiB are written before every call: nothing of the inputs is left in L2, and what is there is dirty.
+    `ready` waits for a result (another framework's, say).
+    """
+
+    def before(i):
+        if flush:
+            return jax.block_until_ready(_fill(i, FLUSH_BYTES))
+
+    times = kernel_times(lambda i: (ready(x := launch(i)), x)[1], launches, before, ready)[:, int(flush) :].sum(1)
     return float(np.median(times)), float(times.min())
+
+
+def back_to_back_us(
+    launch: Callable[[int], object], *, launches: int = 60, ready: Callable = jax.block_until_ready
+) -> float:
+    """Mean device time of calls that follow one another at once: hot, and at the clock that the power limit leaves."""
+    return float(kernel_times(launch, launches, lambda i: None, ready).sum(1).mean())
 
 
 def as_torch(*arrays: jax.Array) -> list:
@@ -69,6 +89,16 @@ def copy_gbps() -> float:
 
 
 @functools.cache
+def matmul_tflops() -> float:
+    """TFLOP/s of an 8192^3 bf16 matrix product, back to back: the ceiling of matrix arithmetic."""
+    a, b = jax.random.normal(jax.random.key(0), (2, 8192, 8192), jnp.bfloat16)
+    return 2 * 8192**3 / back_to_back_us(lambda i: _product(a, b), launches=20) / 1e6
+
+
+_product = jax.jit(jnp.dot)
+
+
+@functools.cache
 def about_this_run() -> dict:
     def say(*command):
         try:
@@ -96,6 +126,18 @@ def row(op, case, implementation, times, num_bytes, *, max_abs_err, baseline_us=
     )  # fmt: skip
 
 
+def flop_row(op, case, implementation, times, flop, *, max_abs_err, baseline_us=None, bar=None, **more) -> dict:
+    """A row of an op that is bound by matrix arithmetic."""
+    us, us_min = times
+    tflops, ceiling = flop / us / 1e6, matmul_tflops()
+    return dict(
+        op=op, case=case, implementation=implementation, us=round(us, 2), us_min=round(us_min, 2), flop=flop,
+        tflops=round(tflops, 1), ceiling_tflops=round(ceiling), ceiling_share=round(tflops / ceiling, 3),
+        max_abs_err=max_abs_err, baseline_us=baseline_us, ratio=baseline_us and round(baseline_us / us, 3), bar=bar,
+        **more, **about_this_run(),
+    )  # fmt: skip
+
+
 class Results:
     """Prints each row and appends it to a JSONL file."""
 
@@ -106,9 +148,11 @@ class Results:
 
     def add(self, **row):
         share, ratio = row["ceiling_share"], row["ratio"]
+        rate = f"{row['gbps']:5d} GB/s {share:6.1%} of a copy" if "gbps" in row else ""
+        rate = rate or f"{row['tflops']:5.0f} TFLOP/s {share:6.1%} of a matmul"
         print(
-            f"{row['op']:20s} {row['case']:34s} {row['implementation']:10s} {row['us']:9.1f} us {row['gbps']:5d} GB/s "
-            f"{share:6.1%} of a copy" + (f", {ratio:.2f} x baseline" if ratio else ""),
+            f"{row['op']:20s} {row['case']:34s} {row['implementation']:10s} {row['us']:9.1f} us {rate}"
+            + (f", {ratio:.3f} x baseline" if ratio else ""),
             flush=True,
         )
         with self.path.open("a") as file:

@@ -1,0 +1,103 @@
+"""Times sparse MLA attention: python -m benchmarks.bench_sparse_mla [--flashmla FILE] [--quick] [--out FILE]
+
+Random valid indices, s_q 4096. Device time (CUPTI), median of 24 launches, each after 2 GiB were written, and the mean
+of 60 back to back (power-limited). `--flashmla` names the shared library of sgl-flash-mla 1.0.0, _C_legacy.abi3.so
+(needs torch): FlashMLA then runs in the same process, on the same arrays, with the same features, and is the baseline.
+Every case is compared with plain jnp on a few rows first.
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _harness as harness
+from pallas_kernels import sparse_mla_attention
+
+S_Q = 4096
+BAR = 1.05
+CHECKED_ROWS = 64
+#       d_qk, h_q, topk
+TABLE = [(512, 64, 640), (512, 128, 640), (512, 128, 1152), (512, 64, 512), (512, 128, 1024), (576, 128, 2048)]
+FEATURES = ["plain", "sink+length", "uniform length"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="JSONL file to append to (default: benchmarks/results/<date>-<device>.jsonl)")
+    parser.add_argument("--flashmla", help="shared library of sgl-flash-mla")
+    parser.add_argument("--quick", action="store_true", help="the table only")
+    args = parser.parse_args()
+    results = harness.Results(args.out)
+    flashmla = load_flashmla(args.flashmla) if args.flashmla else None
+    for shape in TABLE:
+        for features in FEATURES[: 2 if args.quick else 3]:
+            measure(results, flashmla, *shape, features)
+    if args.quick:
+        return
+    for shape in TABLE:
+        for s_kv in (8_192, 131_072):
+            measure(results, flashmla, *shape, "plain", s_kv=s_kv)
+    for h_q in (8, 16, 32):  # a tensor-parallel slice: FlashMLA serves 64 and 128 heads only
+        measure(results, None, 512, h_q, 640, "sink+length")
+
+
+def arrays(d, h_q, topk, features, s_kv):
+    keys = jax.random.split(jax.random.key(0), 5)
+    q = jax.random.normal(keys[0], (S_Q, h_q, d), jnp.bfloat16)
+    kv = jax.random.normal(keys[1], (s_kv, d), jnp.bfloat16)
+    indices = jax.random.randint(keys[2], (S_Q, topk), 0, s_kv, jnp.int32)
+    if features == "plain":
+        return q, kv, indices, None, None
+    length = jnp.full(S_Q, topk, jnp.int32)
+    if features == "uniform length":
+        length = jax.random.randint(keys[3], (S_Q,), 1, topk + 1, jnp.int32)
+    return q, kv, indices, length, jax.random.normal(keys[4], (h_q,))
+
+
+def measure(results, flashmla, d, h_q, topk, features, *, s_kv=32_768):
+    args = arrays(d, h_q, topk, features, s_kv)
+    columns = S_Q * topk if args[3] is None else int(args[3].sum())
+    flop = 2 * h_q * columns * (d + 512)
+    attend = functools.partial(sparse_mla_attention, sm_scale=d**-0.5)
+    run = jax.jit(functools.partial(attend, implementation="mosaic_gpu"))
+    few = [x if i in (1, 4) or x is None else x[:CHECKED_ROWS] for i, x in enumerate(args)]
+    want = attend(*few, implementation="xla").out.astype(jnp.float32)
+    error = float(jnp.abs(run(*args).out[:CHECKED_ROWS].astype(jnp.float32) - want).max())
+    case = f"d{d}_h{h_q}_k{topk}_s{S_Q}_kv{s_kv}"
+    row = functools.partial(harness.flop_row, "sparse_mla_attention", case, features=features)
+
+    baseline = {}
+    if flashmla is not None:
+        launch, ready = flashmla(args, d**-0.5)
+        times = harness.device_us(launch, launches=24, ready=ready)
+        hot = harness.back_to_back_us(launch, ready=ready)
+        results.add(**row("flashmla", times, flop, max_abs_err=None, us_back_to_back=round(hot, 2)))
+        baseline = dict(baseline_us=round(times[0], 2), bar=BAR, baseline="sgl-flash-mla 1.0.0, same run")
+    times = harness.device_us(lambda i: run(*args), launches=24)
+    hot = harness.back_to_back_us(lambda i: run(*args))
+    results.add(**row("mosaic_gpu", times, flop, max_abs_err=error, us_back_to_back=round(hot, 2), **baseline))
+
+
+def load_flashmla(library: str):
+    """A function from our arguments and sm_scale to (launch, ready) of FlashMLA on the same device arrays."""
+    import torch
+
+    torch.ops.load_library(library)
+
+    def prepare(args, sm_scale):
+        q, kv, indices, length, sink = (None if x is None else torch.utils.dlpack.from_dlpack(x) for x in args)
+
+        def launch(i):
+            return torch.ops.flash_mla_legacy.sparse_prefill_fwd(
+                q, kv[:, None], indices[:, None], sm_scale, 512, sink, length, False, True
+            )
+
+        return launch, lambda result: torch.cuda.synchronize()
+
+    return prepare
+
+
+if __name__ == "__main__":
+    main()

@@ -14,9 +14,7 @@ The primitives are calls of one warpgroup (128 threads). Three ideas recur:
 * Heads. Row arrays of q and out are flat, [s_q * h_q, ...]; a block of 64 heads starts at row query * h_q + head and
   has min(64, h_q - head) rows: the rest is zero-filled when read and not written.
 
-Longer than other files because it is a list: one primitive after another, none of which knows of the others.
-
-Longer than other files (500 lines) because each primitive is small and is looked up by itself.
+500 lines, because it is a list: one primitive after another, none of which knows of the others.
 """
 
 from collections.abc import Callable

@@ -5,29 +5,34 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dsa_cp_jax.chunk import ChunkPlan
+from dsa_cp_jax.chunk import ChunkPlan, visible_entries
 from dsa_cp_jax.config import DSAConfig, compress_ratio
 from dsa_cp_jax.kv_cache import KVPool
 from dsa_cp_jax.paths import dense_prefill, sparse_prefill
 from dsa_cp_jax.round_robin import rank_rows
-from pallas_kernels.common import check_array, is_hopper, match_varying
+from pallas_kernels.common import check_array, match_varying
 
 PATHS = ("auto", "sparse", "dense")
 
 
+def _check_type(name: str, value, *wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise ValueError(f"`{name}` must be a {' or '.join(t.__name__ for t in wanted)}, got {type(value).__name__}.")
+
+
 def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sink, *, rows, h_q, kind, config, path):
-    """Checks of both entries: everything that shapes, dtypes and statics tell."""
+    """Checks of both entries: everything that shapes, dtypes and statics tell, and values that are not traced."""
     ratio = compress_ratio(kind)
     if path not in PATHS:
         raise ValueError(f"`path` must be one of {', '.join(map(repr, PATHS))}, got {path!r}.")
-    if rows is not None and q.shape[0] != rows:
+    came, _, _ = check_array("q", q, (jnp.bfloat16, jnp.float32), rows=None, h_q=h_q, d_qk=config.d_qk)
+    if came != rows:
         raise ValueError(
             f"`q` must have {rows} rows (token_capacity={plan.token_capacity}, cp_size={plan.cp_size}; "
-            f"split_round_robin of the chunk padded to its capacity), got {q.shape[0]}."
+            f"split_round_robin of the chunk padded to its capacity), got {came}."
         )
-    check_array("q", q, (jnp.bfloat16, jnp.float32), rows=rows, h_q=h_q, d_qk=config.d_qk)
     pools = [("swa_pool", swa_pool, config.swa_page_size)]
     if not ratio:
         for name, value in (("compressed_pool", compressed_pool), ("topk_indices", topk_indices)):
@@ -44,8 +49,7 @@ def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sin
         if kind == "c128" and topk_indices is not None:
             raise ValueError("`topk_indices` must be None for a c128 layer (it attends to every entry), got a value.")
     for name, pool, page_size in pools:
-        if not isinstance(pool, KVPool):
-            raise ValueError(f"`{name}` must be a KVPool, got {type(pool).__name__}.")
+        _check_type(name, pool, KVPool)
         if pool.page_size != page_size or pool.layout.d != config.d_qk:
             raise ValueError(
                 f"`{name}` must have page_size={page_size} and rows of d_qk={config.d_qk} ({kind} layer, config), got "
@@ -56,12 +60,23 @@ def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sin
         check_array("topk_indices", topk_indices, jnp.int32, rows=rows, topk=None)
     if attn_sink is not None:
         check_array("attn_sink", attn_sink, jnp.float32, h_q=h_q)
-    if path == "sparse" and not isinstance(plan.use_sparse, jax.core.Tracer) and not plan.use_sparse:
+    if isinstance(plan.use_sparse, jax.core.Tracer):
+        return
+    if plan.overflow:
+        raise ValueError(
+            "`plan` must fit its capacities, and every key that the chunk sees must have a slot (`validate_chunk` says "
+            "which one has none), got plan.overflow=True."
+        )
+    if path == "sparse" and not plan.use_sparse:
         raise ValueError(
             "`path='sparse'` must not be forced on a chunk that the gate sends to the dense path "
-            f"(num_reqs={int(plan.chunk.num_reqs)}, num_tokens={int(plan.num_tokens)}, cp_size={plan.cp_size}, "
-            f"overflow={bool(plan.overflow)})."
+            f"(num_reqs={int(plan.chunk.num_reqs)}, num_tokens={int(plan.num_tokens)}, cp_size={plan.cp_size})."
         )
+    regions = [plan.swa] if not ratio else [plan.swa, plan.compressed[kind]]
+    for (name, pool, _), region in zip(pools, regions):
+        highest = int(region.slots.max(initial=-1))
+        if highest >= pool.num_slots:
+            raise ValueError(f"`{name}` must hold slot {highest} of the chunk's KV, got {pool.num_slots} slots.")
 
 
 def dsa_prefill_attention_local(
@@ -96,7 +111,14 @@ def dsa_prefill_attention_local(
     Raises:
       ValueError: as `dsa_prefill_attention`, or an axis whose size is not plan.cp_size.
     """
-    cp_size, cp_rank = (1, 0) if cp_axis is None else (lax.axis_size(cp_axis), lax.axis_index(cp_axis))
+    _check_type("plan", plan, ChunkPlan)
+    _check_type("config", config, DSAConfig)
+    cp_size, cp_rank = 1, 0
+    if cp_axis is not None:
+        try:
+            cp_size, cp_rank = lax.axis_size(cp_axis), lax.axis_index(cp_axis)
+        except NameError:
+            raise ValueError(f"`cp_axis` must be a manual axis of a surrounding shard_map, got {cp_axis!r}.") from None
     if cp_size != plan.cp_size:
         raise ValueError(f"`plan` must be made for cp_size={cp_size} (axis {cp_axis!r}), got cp_size={plan.cp_size}.")
     _check(
@@ -113,6 +135,9 @@ def dsa_prefill_attention_local(
         path=path,
     )
     query_pos, query_req = (rank_rows(x, cp_size, cp_rank) for x in (plan.query_pos, plan.query_req))
+    if topk_indices is not None:  # an entry that the query must not see is none, whatever the indexer says
+        seen = topk_indices < visible_entries(query_pos, kind)[:, None]
+        topk_indices = jnp.where(seen, topk_indices, -1)
 
     def run(prefill):
         out = prefill(
@@ -167,7 +192,8 @@ def dsa_prefill_attention(
       plan: from `make_plan`; P().
       swa_pool: the SWA pool, page_size config.swa_page_size; P().
       compressed_pool: the pool of the layer's compressed KV, None for c0; P().
-      topk_indices: [token_capacity, topk] int32 entries, request-local, -1 for none; c4 only; P(cp_axis).
+      topk_indices: [token_capacity, topk] int32 entries, request-local, any topk; c4 only; P(cp_axis). -1 is none, and
+        so is an entry that the query must not see.
       attn_sink: [h_q] float32, natural units, or None; P(head_axis).
       kind: "c0" (SWA only), "c4" (CSA) or "c128" (HCA).
       config: the model's DSAConfig.
@@ -186,9 +212,15 @@ def dsa_prefill_attention(
 
     Raises:
       ValueError: naming the argument: unknown kind or path, a wrong shape, dtype, page size or row count, a missing
-        mesh axis, pool or top-k, a cp_size that differs from the plan's.
+        mesh axis, pool or top-k, a cp_size that differs from the plan's; where the plan is concrete, also a chunk that
+        overflows its capacities or a pool.
       NotImplementedError: "mosaic_gpu" was named and a kernel does not serve the arguments.
     """
+    _check_type("plan", plan, ChunkPlan)
+    _check_type("config", config, DSAConfig)
+    _check_type("mesh", mesh, Mesh, AbstractMesh)
+    if head_axis is not None and head_axis == cp_axis:
+        raise ValueError(f"`head_axis` must be another axis than `cp_axis`, got {head_axis!r} for both.")
     for name, axis in (("cp_axis", cp_axis), ("head_axis", head_axis)):
         if axis not in mesh.shape and not (name == "head_axis" and axis is None):
             raise ValueError(f"`{name}` must be an axis of `mesh` {tuple(mesh.shape)}, got {axis!r}.")
@@ -198,8 +230,6 @@ def dsa_prefill_attention(
         raise ValueError(f"`head_axis` of size {mesh.shape[head_axis]} must divide h_q={config.h_q}.")
     args = (q, plan, swa_pool, compressed_pool, topk_indices, attn_sink)
     _check(*args, rows=plan.token_capacity, h_q=config.h_q, kind=kind, config=config, path=path)
-    if implementation is None and interpret is False and not is_hopper(mesh.devices.flat[0]):
-        implementation = "xla"
     return _sharded(
         *args,
         mesh=mesh,

@@ -14,13 +14,15 @@ from jax import lax
 from dsa_cp_jax.config import LAYER_KINDS, DSAConfig, compress_ratio
 from dsa_cp_jax.gate import sparse_prefill_predicate
 from dsa_cp_jax.kv_cache import KVPool
-from pallas_kernels.common import cdiv, check_array
+from pallas_kernels.common import cdiv, check_array, check_int
 
 INT32_MAX = np.iinfo(np.int32).max
 
 
 def _lookup(table: jax.Array, *index) -> jax.Array:
     """table[index], -1 outside the table."""
+    if 0 in (*table.shape, *index[0].shape):  # also: XLA's CPU compiler crashes on such gathers inside shard_map
+        return jnp.full(index[0].shape, -1, jnp.int32)
     return table.at[index].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
 
 
@@ -94,6 +96,12 @@ class PrefillChunk:
 
         seq_lens = integers("seq_lens", seq_lens, R=None)
         size = seq_lens.shape[0]
+        if not size:
+            raise ValueError(
+                "`seq_lens` must have at least one request slot (num_reqs=0 says that none is live), got none."
+            )
+        if not isinstance(page_tables, Mapping):
+            raise ValueError(f"`page_tables` must map compress ratios to tables, got {type(page_tables).__name__}.")
         extend_lens = integers("extend_lens", extend_lens, R=size)
         req_pool_indices = integers("req_pool_indices", req_pool_indices, R=size)
         req_to_token = integers("req_to_token", req_to_token, pool_rows=None, max_len=None)
@@ -103,15 +111,12 @@ class PrefillChunk:
             if ratio not in LAYER_KINDS.values() or not ratio:
                 raise ValueError(f"`page_tables` must have compress ratios 4 or 128 as keys, got {ratio!r}.")
             tables[ratio] = integers(f"page_tables[{ratio}]", table, R=size, pages=None)
-        num_reqs = size if num_reqs is None else num_reqs
-        if not 0 <= num_reqs <= size:
+        num_reqs = size if num_reqs is None else check_int("num_reqs", num_reqs, 0)
+        if num_reqs > size:
             raise ValueError(f"`num_reqs` must be in 0..R={size}, got {num_reqs}.")
-        if cp_size < 1:
-            raise ValueError(f"`cp_size` must be >= 1, got {cp_size}.")
-        if token_capacity < 1 or token_capacity % cp_size:
-            raise ValueError(
-                f"`token_capacity` must be a positive multiple of cp_size={cp_size}, got {token_capacity}."
-            )
+        cp_size, token_capacity = check_int("cp_size", cp_size), check_int("token_capacity", token_capacity)
+        if token_capacity % cp_size:
+            raise ValueError(f"`token_capacity` must be a multiple of cp_size={cp_size}, got {token_capacity}.")
 
         live = np.arange(size) < num_reqs
         seq_lens, extend_lens, req_pool_indices = (
@@ -141,7 +146,7 @@ class PrefillChunk:
             if ratio not in tables:
                 raise ValueError(f"`entry_capacities` must have keys of page_tables {[*tables]}, got {ratio!r}.")
             entries = int((seq_lens // ratio).sum())
-            if capacity < entries:
+            if check_int(f"entry_capacities[{ratio}]", capacity, 0) < entries:
                 raise ValueError(
                     f"`entry_capacities[{ratio}]` must be >= the batch's {entries} entries, got {capacity}."
                 )
@@ -185,11 +190,13 @@ class WorkspaceRegion:
       slots: [capacity] int32 pool slots, -1 past the live extent.
       base: [R] int32, first row of each request in the region.
       count: [] int32, live rows.
+      complete: [] bool: the live rows fit into the capacity, and each has a slot.
     """
 
     slots: jax.Array
     base: jax.Array
     count: jax.Array
+    complete: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -201,7 +208,8 @@ class ChunkPlan:
       chunk: the chunk.
       num_tokens: [] int32, new tokens n.
       use_sparse: [] bool, the gate.
-      overflow: [] bool, the chunk does not fit its capacities; such a chunk takes the dense path.
+      overflow: [] bool, the chunk does not fit its capacities, or a key that it can see has no slot; such a chunk
+        takes the dense path, which leaves that key out.
       query_pos: [token_capacity] int32 positions in chunk order, 0 in padding and slack rows.
       query_req: [token_capacity] int32 requests in chunk order, -1 in padding and slack rows.
       swa: the window region: positions swa_first_pos[i] .. seq_lens[i] - 1 of every request.
@@ -245,16 +253,17 @@ def spread_rows(lens: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, j
 
 def _region(lens: jax.Array, capacity: int, slots_of: Callable) -> WorkspaceRegion:
     req, row, base = spread_rows(lens, capacity)
-    return WorkspaceRegion(
-        slots=jnp.where(req >= 0, slots_of(req, row), -1), base=base, count=lens.sum(dtype=jnp.int32)
-    )
+    slots, count = jnp.where(req >= 0, slots_of(req, row), -1), lens.sum(dtype=jnp.int32)
+    complete = (count <= capacity) & ((req < 0) | (slots >= 0)).all()
+    return WorkspaceRegion(slots=slots, base=base, count=count, complete=complete)
 
 
 def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int, gate: str = "seed") -> ChunkPlan:
     """Plans a chunk: positions, slots, bases, and the gate. Call it inside jit, once per chunk; every layer uses it.
 
     Static capacities: token_capacity rows, token_capacity + R (swa_window - 1) window rows, and for each page table
-    chunk.entry_capacities, by default R x pages x page size entries. A chunk that does not fit overflows: it is dense.
+    chunk.entry_capacities, by default R x pages x page size entries (a multi-request server wants less). A chunk that
+    does not fit overflows: it is dense.
 
     Args:
       chunk: from `PrefillChunk.build`.
@@ -272,9 +281,12 @@ def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int, gate: str
     """
     if gate not in ("seed", "wide"):
         raise ValueError(f"`gate` must be 'seed' or 'wide', got {gate!r}.")
+    for name, value, wanted in (("chunk", chunk, PrefillChunk), ("config", config, DSAConfig)):
+        if not isinstance(value, wanted):
+            raise ValueError(f"`{name}` must be a {wanted.__name__}, got {type(value).__name__}.")
     capacity, (size,) = chunk.token_capacity, chunk.seq_lens.shape
-    if cp_size < 1 or capacity % cp_size:
-        raise ValueError(f"`cp_size` must be >= 1 and divide token_capacity={capacity}, got {cp_size}.")
+    if capacity % check_int("cp_size", cp_size):
+        raise ValueError(f"`cp_size` must divide token_capacity={capacity}, got {cp_size}.")
     live = lax.iota(jnp.int32, size) < chunk.num_reqs
     seq_lens, extend_lens = jnp.where(live, chunk.seq_lens, 0), jnp.where(live, chunk.extend_lens, 0)
     prefix_lens = seq_lens - extend_lens
@@ -288,29 +300,27 @@ def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int, gate: str
     swa_capacity = capacity + size * (config.swa_window - 1)
     swa = _region(gather_lens, swa_capacity, lambda req, row: chunk.swa_slots(req, first_pos[req] + row))
 
-    overflow = num_tokens > capacity
+    complete = (num_tokens <= capacity) & swa.complete
     compressed = {}
-    for kind in ("c4", "c128"):
-        table = chunk.page_tables.get(compress_ratio(kind))
-        if table is None:
+    for kind, ratio in LAYER_KINDS.items():
+        if ratio not in chunk.page_tables:
             continue
-        page_size = config.compressed_page_size(kind)
-        entries = seq_lens // compress_ratio(kind)
-        room = dict(chunk.entry_capacities).get(compress_ratio(kind), size * table.shape[1] * page_size)
-        overflow |= (entries > table.shape[1] * page_size).any() | (entries.sum() > room)
+        page_size, pages = config.compressed_page_size(kind), chunk.page_tables[ratio].shape[1]
+        room = dict(chunk.entry_capacities).get(ratio, size * pages * page_size)
 
         def slots_of(req, entry, kind=kind, page_size=page_size):
             return chunk.compressed_slots(kind, page_size, req, entry)
 
-        compressed[kind] = _region(entries, room, slots_of)
+        compressed[kind] = _region(seq_lens // ratio, room, slots_of)
+        complete &= compressed[kind].complete
 
     any_chunk = gate == "wide" or cp_size == 1
     sparse = num_tokens > 0 if any_chunk else sparse_prefill_predicate(chunk.num_reqs, num_tokens, cp_size=cp_size)
     return ChunkPlan(
         chunk=chunk,
         num_tokens=num_tokens,
-        use_sparse=sparse & ~overflow,
-        overflow=overflow,
+        use_sparse=sparse & complete,
+        overflow=~complete,
         query_pos=query_pos,
         query_req=query_req,
         swa=swa,
@@ -345,6 +355,10 @@ def validate_chunk(
                 f"({cdiv(int(slots.max()) + 1, swa_pool.page_size)} pages), got {swa_pool.num_slots} slots."
             )
         for kind, pool in compressed_pools.items():
+            if compress_ratio(kind) not in chunk.page_tables:
+                raise ValueError(
+                    f"`compressed_pools` must have kinds that the chunk has page tables for, got {kind!r}."
+                )
             table = np.asarray(chunk.page_tables[compress_ratio(kind)])
             pages = cdiv(int(seq_lens[i]) // compress_ratio(kind), pool.page_size)
             if pages > table.shape[1]:

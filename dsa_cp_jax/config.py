@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.common import check_int, check_real
+
 LAYER_KINDS = {"c0": 0, "c4": 4, "c128": 128}
 """Layer kind -> compress ratio in tokens per entry; 0: no compressed KV (SWA only). c4 is CSA, c128 is HCA."""
 
@@ -12,7 +14,7 @@ def compress_ratio(kind: str) -> int:
     Raises:
       ValueError: an unknown kind.
     """
-    if kind not in LAYER_KINDS:
+    if not isinstance(kind, str) or kind not in LAYER_KINDS:
         raise ValueError(f"`kind` must be one of {', '.join(map(repr, LAYER_KINDS))}, got {kind!r}.")
     return LAYER_KINDS[kind]
 
@@ -27,7 +29,7 @@ class DSAConfig:
       d_v: width of a value: the first d_v numbers of a KV row.
       d_rope: trailing numbers of a query head and KV row that carry RoPE.
       topk: compressed entries that the indexer of a c4 layer selects per query.
-      sm_scale: factor of the logits; None: d_qk ** -0.5.
+      sm_scale: factor of the logits; the default is DeepSeek-V4's, d_qk ** -0.5 for its d_qk of 512.
       swa_window: sliding window in tokens, the query's own included.
       swa_page_size, c4_page_size, c128_page_size: tokens (SWA) or entries (c4, c128) per page of a pool.
       hidden_size: width of the block's input and output.
@@ -50,7 +52,7 @@ class DSAConfig:
     d_qk: int = 512
     d_v: int = 512
     d_rope: int = 64
-    sm_scale: float = None  # type: ignore[assignment]
+    sm_scale: float = 512**-0.5
     swa_window: int = 128
     swa_page_size: int = 256
     c4_page_size: int = 64
@@ -70,13 +72,12 @@ class DSAConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self):
-        if self.sm_scale is None:
-            object.__setattr__(self, "sm_scale", self.d_qk**-0.5)
-        for name in ("h_q", "d_qk", "d_v", "swa_window", "swa_page_size", "c4_page_size", "c128_page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be >= 1, got {getattr(self, name)}.")
-        if self.topk < 0:
-            raise ValueError(f"`topk` must be >= 0, got {self.topk}.")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int:
+                check_int(field.name, value, low=0 if field.name in ("topk", "d_rope") else 1)
+            else:
+                check_real(field.name, value)
         if self.d_v > self.d_qk or self.d_rope > self.d_qk:
             raise ValueError(f"`d_v` and `d_rope` must be <= d_qk={self.d_qk}, got {self.d_v} and {self.d_rope}.")
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common import check_int
+
 
 @dataclasses.dataclass(frozen=True)
 class GateDecision:
@@ -37,7 +39,7 @@ def can_use_sparse_prefill(
     Without CP: sum(extend_lens) == q_num_rows (no padding rows). An empty chunk and unknown lengths: no.
 
     Args:
-      q_num_rows: query rows of this rank.
+      q_num_rows: query rows of this rank; compared with cp_num_rows, not with the tokens.
       extend_lens: new tokens of every live request, zero-length ones too; None: unknown.
       is_cp_round_robin: whether the rows are split round robin over cp_size ranks.
       cp_num_rows: rows that the CP metadata says each rank holds.
@@ -47,16 +49,16 @@ def can_use_sparse_prefill(
       GateDecision.
 
     Raises:
-      ValueError: round robin without a `cp_size` >= 1.
+      ValueError: round robin without a `cp_size` >= 1; a negative length.
 
     Source: the rule of SGLang pull request 27276.
     """
     ranks = cp_size or 0
     if is_cp_round_robin and ranks < 1:
         raise ValueError(f"`cp_size` must be >= 1 under round-robin context parallelism, got {cp_size}.")
-    if extend_lens is None:
+    if extend_lens is None or any(length is None for length in extend_lens):
         return GateDecision(False, "extend lengths are not known")
-    n = int(sum(int(length) for length in extend_lens))
+    n = sum(check_int(f"extend_lens[{i}]", length, 0) for i, length in enumerate(extend_lens))
     if n == 0:
         return GateDecision(False, "no new tokens")
     if not is_cp_round_robin:
@@ -68,10 +70,10 @@ def can_use_sparse_prefill(
     if cp_num_rows is None:
         return GateDecision(False, "CP metadata gives no row count")
     if n % ranks:
-        return GateDecision(False, f"padded: {n} tokens are no multiple of cp_size={cp_size}")
+        return GateDecision(False, f"padded: {n} tokens are no multiple of cp_size={ranks}")
     if cp_num_rows != q_num_rows:
         return GateDecision(False, f"padded: {q_num_rows} query rows, CP metadata says {cp_num_rows}")
-    return GateDecision(True, f"one request, {n} tokens over cp_size={cp_size}")
+    return GateDecision(True, f"one request, {n} tokens over cp_size={ranks}")
 
 
 def sparse_prefill_predicate(num_reqs, num_tokens, *, cp_size: int) -> jax.Array:
@@ -88,7 +90,6 @@ def sparse_prefill_predicate(num_reqs, num_tokens, *, cp_size: int) -> jax.Array
     Raises:
       ValueError: cp_size < 1.
     """
-    if cp_size < 1:
-        raise ValueError(f"`cp_size` must be >= 1, got {cp_size}.")
+    cp_size = check_int("cp_size", cp_size)
     num_reqs, num_tokens = jnp.asarray(num_reqs), jnp.asarray(num_tokens)
     return (num_reqs == 1) & (num_tokens > 0) & (num_tokens % cp_size == 0)

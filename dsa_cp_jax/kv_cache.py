@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import KVLayout, quantize_rows, write_records
+from pallas_kernels.common import check_array, check_int
 
 
 @jax.tree_util.register_dataclass
@@ -31,9 +32,9 @@ class KVPool:
         Raises:
           ValueError: a page count or page size that is not positive.
         """
-        for name, value in dict(num_pages=num_pages, page_size=page_size).items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be an int >= 1, got {value!r}.")
+        if not isinstance(layout, KVLayout):
+            raise ValueError(f"`layout` must be a KVLayout, got {layout!r}.")
+        num_pages, page_size = check_int("num_pages", num_pages), check_int("page_size", page_size)
         return cls(jnp.zeros((num_pages, layout.page_stride(page_size)), jnp.uint8), layout=layout, page_size=page_size)
 
     @property
@@ -57,12 +58,13 @@ def write_kv(pool: KVPool, slots: jax.Array, rows: jax.Array) -> KVPool:
     Raises:
       ValueError: a wrong shape, dtype or page stride.
     """
-    if rows.dtype != jnp.uint8:
-        if rows.ndim != 2 or rows.shape[1] != pool.layout.d or rows.dtype not in (jnp.bfloat16, jnp.float32):
-            raise ValueError(
-                f"`rows` must be bfloat16 or float32 [n, d={pool.layout.d}] (or uint8 "
-                f"[n, bytes_per_token={pool.layout.bytes_per_token}]), got {rows.dtype} {rows.shape}."
-            )
+    if not isinstance(pool, KVPool):
+        raise ValueError(f"`pool` must be a KVPool, got {type(pool).__name__}.")
+    (n,) = check_array("slots", slots, jnp.int32, n=None)
+    if getattr(rows, "dtype", None) == jnp.uint8:
+        check_array("rows", rows, jnp.uint8, n=n, bytes_per_token=pool.layout.bytes_per_token)
+    else:
+        check_array("rows", rows, (jnp.bfloat16, jnp.float32), n=n, d=pool.layout.d)
         rows = quantize_rows(rows, layout=pool.layout)
     pages = write_records(pool.pages, slots, rows, layout=pool.layout, page_size=pool.page_size)
     return dataclasses.replace(pool, pages=pages)

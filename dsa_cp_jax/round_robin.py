@@ -7,13 +7,20 @@ position in a sequence. ("Round robin" is what SGLang calls interleave and Trans
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.common import cdiv
+from pallas_kernels.common import cdiv, check_array, check_int
 
 
-def _check_cp_size(cp_size: int) -> None:
-    if not isinstance(cp_size, int) or cp_size < 1:
-        raise ValueError(f"`cp_size` must be an int >= 1, got {cp_size!r}.")
+def _with_whole_rows(x) -> jax.Array:
+    """`x` as an array with its first axis on every device: with Explicit axes, rows do not move between ranks unasked."""
+    if not hasattr(x, "shape") or not x.shape:
+        raise ValueError(f"`x` must be an array [rows, ...], got {x if not hasattr(x, 'shape') else x.shape}.")
+    x = jnp.asarray(x)
+    sharding = jax.typeof(x).sharding
+    if sharding.spec and sharding.spec[0] is not None:
+        x = jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
+    return x
 
 
 def split_round_robin(x: jax.Array, cp_size: int) -> jax.Array:
@@ -28,9 +35,9 @@ def split_round_robin(x: jax.Array, cp_size: int) -> jax.Array:
       past n.
 
     Raises:
-      ValueError: cp_size < 1.
+      ValueError: cp_size < 1, or no rows.
     """
-    _check_cp_size(cp_size)
+    cp_size, x = check_int("cp_size", cp_size), _with_whole_rows(x)
     rows = cdiv(x.shape[0], cp_size)
     x = jnp.pad(x, [(0, rows * cp_size - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
     return x.reshape(rows, cp_size, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
@@ -50,10 +57,10 @@ def merge_round_robin(x: jax.Array, cp_size: int, n: int) -> jax.Array:
     Raises:
       ValueError: cp_size < 1, a row count that it does not divide, or n outside 0..rows.
     """
-    _check_cp_size(cp_size)
+    cp_size, n, x = check_int("cp_size", cp_size), check_int("n", n, 0), _with_whole_rows(x)
     if x.shape[0] % cp_size:
         raise ValueError(f"`x` must have a row count divisible by cp_size={cp_size}, got {x.shape[0]} rows.")
-    if not 0 <= n <= x.shape[0]:
+    if n > x.shape[0]:
         raise ValueError(f"`n` must be in 0..{x.shape[0]} (the rows of `x`), got {n}.")
     return x.reshape(cp_size, x.shape[0] // cp_size, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)[:n]
 
@@ -88,5 +95,7 @@ def query_start_loc(extend_lens: jax.Array, cp_size: int, cp_rank) -> jax.Array:
     Returns:
       [num_reqs + 1] int32.
     """
+    check_array("extend_lens", extend_lens, jnp.int32, num_reqs=None)
+    cp_size = check_int("cp_size", cp_size)
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(extend_lens, dtype=jnp.int32)])
     return jnp.maximum(ends - cp_rank + cp_size - 1, 0) // cp_size

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import match_varying
+from pallas_kernels.common import cdiv, check_array, match_varying
 
 BLOCK_ELEMENTS = 1 << 23
-"""Gathered key values per block of rows: 32 MiB in float32."""
+"""Gathered key values, or query values, per block of rows: 32 MiB in float32."""
 
 
 def attend(q, k, valid, attn_sink, *, sm_scale: float, d_v: int):
@@ -48,10 +48,10 @@ def attend(q, k, valid, attn_sink, *, sm_scale: float, d_v: int):
     return (out if attn_sink is None else apply_attn_sink(out, lse, attn_sink)), max_logits, lse
 
 
-def _blocks(s_q: int, keys_per_row: int, d: int) -> tuple[int, int]:
+def _blocks(s_q: int, h_q: int, keys_per_row: int, d: int) -> tuple[int, int]:
     """Rows per block and number of blocks; the last block starts early enough to be whole."""
-    size = max(1, min(s_q, BLOCK_ELEMENTS // max(1, keys_per_row * d)))
-    return size, -(-s_q // size)
+    size = max(1, min(s_q, BLOCK_ELEMENTS // (max(keys_per_row, h_q) * d)))
+    return size, cdiv(s_q, size)
 
 
 def _slice_rows(tree, start, size):
@@ -72,7 +72,7 @@ def attend_in_blocks(q, rows, fetch: Callable, attn_sink, *, keys_per_row: int, 
       out [s_q, h_q, d_v] in q's dtype, max_logits and lse [s_q, h_q] float32.
     """
     (s_q, h_q, d), dtype = q.shape, q.dtype
-    size, count = _blocks(s_q, keys_per_row, d)
+    size, count = _blocks(s_q, h_q, keys_per_row, d)
 
     def step(i, results):
         start = jnp.minimum(i * size, s_q - size)
@@ -103,8 +103,8 @@ def attend_in_blocks_grad(
     Returns:
       Gradients of q and attn_sink (None without one), and the key_grads.
     """
-    s_q, _, d = q.shape
-    size, count = _blocks(s_q, keys_per_row, d)
+    s_q, h_q, d = q.shape
+    size, count = _blocks(s_q, h_q, keys_per_row, d)
 
     def step(i, carry):
         dq, dsink, key_grads = carry
@@ -137,53 +137,61 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
     WITHOUT sink; apply it once afterwards with `apply_attn_sink`.
 
     Args:
-      out_a, out_b: [..., d_v], one dtype; 0 where the part has no key.
+      out_a, out_b: [..., d_v] bfloat16 or float32, one dtype; unused where the part has no key.
       lse_a, lse_b: [...] float32, natural log; +inf where the part has no key.
 
     Returns:
-      out [..., d_v] in out_a's dtype and lse [...] float32. An empty part changes nothing; both empty: 0, +inf.
+      out [..., d_v] in their dtype and lse [...] float32. An empty part changes nothing; both empty: 0, +inf.
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError: a shape or dtype that does not fit.
     """
-    for name, x, shape in (
-        ("lse_a", lse_a, out_a.shape[:-1]),
-        ("out_b", out_b, out_a.shape),
-        ("lse_b", lse_b, lse_a.shape),
-    ):
-        if x.shape != shape:
-            raise ValueError(f"`{name}` must have shape {shape} (`out_a` {out_a.shape}), got {x.shape}.")
-    a, b = (jnp.where(lse == jnp.inf, -jnp.inf, lse) for lse in (lse_a, lse_b))
+    shape = _check_out("out_a", out_a)
+    _check_like("out_b", out_b, out_a.dtype, shape)
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        _check_like(name, lse, jnp.float32, shape[:-1])
+    a, b = (jnp.where(jnp.isinf(lse), -jnp.inf, lse) for lse in (lse_a, lse_b))
     top = jnp.maximum(a, b)
     empty = top == -jnp.inf
     shift = lax.stop_gradient(jnp.where(empty, 0, top))
     weight_a, weight_b = jnp.exp(a - shift), jnp.exp(b - shift)
     total = jnp.where(empty, 1, weight_a + weight_b)
-    out = (weight_a / total)[..., None] * out_a.astype(jnp.float32) + (weight_b / total)[..., None] * out_b.astype(
-        jnp.float32
-    )
+
+    def share(weight, out):
+        weight = (weight / total)[..., None]
+        return weight * jnp.where(weight == 0, 0, out.astype(jnp.float32))
+
+    out = share(weight_a, out_a) + share(weight_b, out_b)
     return out.astype(out_a.dtype), jnp.where(empty, jnp.inf, jnp.log(total) + shift)
+
+
+def _check_out(name: str, out) -> tuple[int, ...]:
+    shape = getattr(out, "shape", ()) or (1,)
+    _check_like(name, out, (jnp.bfloat16, jnp.float32), shape)
+    return shape
+
+
+def _check_like(name: str, x, dtype, shape: tuple[int, ...]) -> None:
+    check_array(name, x, dtype, **{f"dim{i}": n for i, n in enumerate(shape)})
 
 
 def apply_attn_sink(out, lse, attn_sink):
     """Scales attention output by the share that the sink leaves: out * e^lse / (e^lse + e^sink).
 
     Args:
-      out: [..., h_q, d_v], without sink.
-      lse: [..., h_q] float32, natural log; +inf where a row has no key (its out stays 0).
+      out: [..., h_q, d_v] bfloat16 or float32, without sink.
+      lse: [..., h_q] float32, natural log; +inf where a row has no key (it comes out 0).
       attn_sink: [h_q] float32. -inf: no effect; +inf: out becomes 0.
 
     Returns:
       [..., h_q, d_v] in out's dtype.
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError: a shape or dtype that does not fit.
     """
-    if lse.shape != out.shape[:-1] or attn_sink.shape != lse.shape[-1:]:
-        raise ValueError(
-            f"`lse` must have shape {out.shape[:-1]} and `attn_sink` {out.shape[-2:-1]} (`out` {out.shape}), "
-            f"got {lse.shape} and {attn_sink.shape}."
-        )
-    empty = lse == jnp.inf
-    share = jax.nn.sigmoid(jnp.where(empty, 0, lse) - attn_sink)
-    return (jnp.where(empty, 0, share)[..., None] * out.astype(jnp.float32)).astype(out.dtype)
+    shape = _check_out("out", out)
+    _check_like("lse", lse, jnp.float32, shape[:-1])
+    check_array("attn_sink", attn_sink, jnp.float32, h_q=shape[-2] if len(shape) > 1 else None)
+    empty = jnp.isinf(lse)
+    share = jax.nn.sigmoid(jnp.where(empty, 0, lse) - attn_sink)[..., None]
+    return jnp.where(empty[..., None], 0, share * out.astype(jnp.float32)).astype(out.dtype)

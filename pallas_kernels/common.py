@@ -1,5 +1,7 @@
 """What every op shares: integer helpers, argument checks, and the choice of an implementation."""
 
+import numbers
+import operator
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -40,8 +42,31 @@ def check_array(name: str, x: Any, dtype: Any, /, **dims: int | None) -> tuple[i
     return tuple(x.shape)
 
 
+def check_int(name: str, value: Any, low: int = 1) -> int:
+    """`value` as an int; ValueError, naming the argument, unless it is a Python or NumPy integer >= low."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < low or isinstance(value, jax.Array):
+        raise ValueError(f"`{name}` must be an int >= {low}, got {value!r}.")
+    return number
+
+
+def check_real(name: str, value: Any) -> float:
+    """`value` as a float; ValueError, naming the argument, unless it is a Python or NumPy number."""
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"`{name}` must be a number known when the function is traced, got {value!r}.")
+    return float(value)
+
+
+def as_count(value: Any) -> jax.Array | None:
+    """A count of live rows: a Python int becomes int32 whatever the x64 mode, arrays stay what they are."""
+    return value if value is None or hasattr(value, "dtype") else jnp.int32(value)
+
+
 def resolve_implementation(
-    op: str, implementation: str | None, interpret: Any, unsupported: Callable[[], str | None], device: Any = None
+    op: str, implementation: str | None, interpret: Any, unsupported: Callable[[], str | None]
 ) -> Implementation:
     """Chooses how an op runs. A named implementation never falls back; None picks the best that works.
 
@@ -51,7 +76,6 @@ def resolve_implementation(
       interpret: False, or how to run the Mosaic kernel in Pallas' interpreter (None then means "mosaic_gpu").
       unsupported: says why the Mosaic kernel cannot serve these arguments, or None if it can; called, and so Mosaic
         imported, only where it matters.
-      device: the device it will run on; by default the one JAX places new arrays on.
 
     Raises:
       ValueError: unknown name, or `interpret` together with "xla".
@@ -59,7 +83,7 @@ def resolve_implementation(
     """
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(f"`implementation` of {op} must be None, 'xla' or 'mosaic_gpu', got {implementation!r}.")
-    if interpret is not False:
+    if interpret:
         if implementation == "xla":
             raise ValueError(f"`interpret` of {op} runs the Mosaic kernel; implementation='xla' has none.")
         implementation = "mosaic_gpu"
@@ -67,15 +91,30 @@ def resolve_implementation(
         if (reason := unsupported()) is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu' of {op}: {reason}")
         return "mosaic_gpu"
-    if implementation is None and is_hopper(device) and unsupported() is None:
+    if implementation is None and runs_on_hopper() and unsupported() is None:
         return "mosaic_gpu"
     return "xla"
 
 
-def is_hopper(device: Any = None) -> bool:
-    """Whether `device` (default: the one JAX places new arrays on) is a Hopper GPU, compute capability 9.0."""
-    device = device or jax.config.jax_default_device or jax.devices()[0]
+def runs_on_hopper() -> bool:
+    """Whether what is traced now will run on a Hopper GPU (compute capability 9.0), as far as can be known.
+
+    Inside a shard_map the mesh says what its devices are; elsewhere it is the device JAX places new arrays on.
+    """
+    mesh_device = jax.sharding.get_abstract_mesh().abstract_device
+    if mesh_device is not None and mesh_device.platform in ("cpu", "tpu"):
+        return False
+    device = jax.config.jax_default_device or jax.devices()[0]
     return getattr(device, "compute_capability", None) == "9.0"
+
+
+def interpreter(interpret: Any) -> Any:
+    """What `plgpu.kernel` takes as `interpret`: True stands for the interpreter with its default parameters."""
+    if interpret is not True:
+        return interpret
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams()
 
 
 def match_varying(x: jax.Array, *like: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from pallas_kernels.common import cdiv
+from pallas_kernels.common import cdiv, check_array, check_int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +100,20 @@ class KVLayout:
 
     def check_pages(self, name: str, pages, page_size: int) -> None:
         """Raises ValueError unless `pages` is `[num_pages, stride] uint8` with a stride that this layout allows."""
-        if not isinstance(page_size, int) or page_size < 1:
-            raise ValueError(f"`page_size` of `{name}` must be an int >= 1, got {page_size!r}.")
-        if pages.ndim != 2 or pages.dtype != jnp.uint8:
-            raise ValueError(f"`{name}` must be uint8 [num_pages, stride], got {pages.dtype} {pages.shape}.")
-        stride, needed = pages.shape[1], self.page_stride(page_size)
-        fixed = self.scales_behind_page
+        _, stride = check_array(name, pages, jnp.uint8, num_pages=None, stride=None)
+        needed, fixed = self.page_stride(check_int(f"page_size` of `{name}", page_size)), self.scales_behind_page
         if stride != needed if fixed else stride < needed or stride % self.stride_multiple:
             rule = f"{needed}" if fixed else f"{needed} or more, a multiple of {self.stride_multiple}"
             raise ValueError(
                 f"`{name}` must have a page stride of {rule} bytes ({self!r}, page_size={page_size}), got {stride}."
             )
+
+
+def check_layout(name: str, layout) -> KVLayout:
+    """`layout`; ValueError, naming the argument, unless it is a KVLayout."""
+    if not isinstance(layout, KVLayout):
+        raise ValueError(f"`{name}` must be a KVLayout (KVLayout.V4, V32, BF16 or F32), got {layout!r}.")
+    return layout
 
 
 KVLayout.V4 = KVLayout("V4", 512, d_fp8=448, tile=64, scales_behind_page=True, stride_multiple=576)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import check_array
-from pallas_kernels.kv_layout import KVLayout
+from pallas_kernels.common import check_array, check_int
+from pallas_kernels.kv_layout import KVLayout, check_layout
 
 
 def quantize_rows(rows: jax.Array, *, layout: KVLayout) -> jax.Array:
@@ -27,8 +27,16 @@ def quantize_rows(rows: jax.Array, *, layout: KVLayout) -> jax.Array:
     Returns:
       [..., layout.bytes_per_token] uint8.
 
+    Raises:
+      ValueError: a wrong width or dtype, or no KVLayout.
+
     Source: the quantiser of FlashMLA `tests/quant.py`.
     """
+    check_layout("layout", layout)
+    if not hasattr(rows, "dtype") or rows.shape[-1:] != (layout.d,) or rows.dtype not in (jnp.bfloat16, jnp.float32):
+        came = f"{rows.dtype} {rows.shape}" if hasattr(rows, "dtype") else type(rows).__name__
+        raise ValueError(f"`rows` must be bfloat16 or float32 [..., d={layout.d}] ({layout!r}), got {came}.")
+    rows = jnp.asarray(rows)
     lead = rows.shape[:-1]
     fp8, plain = jnp.split(rows, [layout.d_fp8], axis=-1)
     plain_bytes = lax.bitcast_convert_type(plain.astype(layout.dtype), jnp.uint8).reshape(*lead, layout.plain_bytes)
@@ -87,7 +95,7 @@ def read_records(
     """
     page, token = slots // page_size, slots % page_size
     valid = (slots >= 0) & (page < pages.shape[0])
-    if pages.shape[0] == 0:
+    if 0 in (*slots.shape, pages.shape[0]):  # also: XLA's CPU compiler crashes on such gathers inside shard_map
         return jnp.zeros((*slots.shape, layout.bytes_per_token), jnp.uint8), valid
     page = jnp.where(valid, page, 0)
 
@@ -122,9 +130,11 @@ def write_records(
     Raises:
       ValueError: a wrong shape, dtype or page stride.
     """
-    layout.check_pages("pages", pages, page_size)
+    check_layout("layout", layout).check_pages("pages", pages, page_size)
     (n,) = check_array("slots", slots, jnp.int32, n=None)
     check_array("records", records, jnp.uint8, n=n, bytes_per_token=layout.bytes_per_token)
+    if 0 in (n, pages.shape[0]):
+        return pages
     inside = (slots >= 0) & (slots // page_size < pages.shape[0])
     page, token = jnp.where(inside, slots // page_size, pages.shape[0]), slots % page_size
     numbers = lax.ScatterDimensionNumbers(
@@ -156,7 +166,8 @@ def quantize_pages(rows: jax.Array, *, layout: KVLayout, page_size: int) -> jax.
     Raises:
       ValueError: a wrong shape or dtype.
     """
-    dtypes = (jnp.bfloat16, jnp.float32)
+    check_layout("layout", layout)
+    page_size, dtypes = check_int("page_size", page_size), (jnp.bfloat16, jnp.float32)
     num_pages, _, _ = check_array("rows", rows, dtypes, num_pages=None, page_size=page_size, d=layout.d)
     records = quantize_rows(rows, layout=layout)
     parts = [records[..., : layout.data_bytes].reshape(num_pages, page_size * layout.data_bytes)]

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.common import is_hopper
 from tests.helpers.aot import missing_for_aot, put_ptxas_on_path
 
 put_ptxas_on_path()
@@ -36,7 +35,7 @@ def _gpus() -> list[jax.Device]:
 def pytest_collection_modifyitems(items):
     gpus = _gpus()
     lacking = {
-        "gpu": None if gpus and is_hopper(gpus[0]) else "needs a Hopper GPU",
+        "gpu": None if gpus and gpus[0].compute_capability == "9.0" else "needs a Hopper GPU",
         "multi_gpu": None if len(gpus) > 1 else f"needs two GPUs or more, found {len(gpus)}",
         "aot": (reason := missing_for_aot()) and f"ahead-of-time compilation needs {reason}",
     }

@@ -32,7 +32,7 @@ CASES = {
     "padded": (*PADDED, False),
     "multi": (*MULTI, False),
     "fresh": ([48], [48], True),
-    "one row per rank": ([4093 % 500 + 24], [24], True),
+    "a chunk after a chunk": ([151 + 48], [48], True),
     "last token in the padding row": ([8], [7], False),
     "zero-length request": ([200, 50], [24, 0], False),
     "nothing": ([], [], False),
@@ -96,14 +96,22 @@ def test_bfloat16(world, rng):
     assert_close("out", out, world.oracle("c4", q, topk, where), abs_tol=8e-4, rel_tol=3.01 / 128)
 
 
-def test_gate_by_observation(world, rng, monkeypatch):
+@pytest.fixture
+def fresh_caches():
+    """For tests that replace parts of the entry: what JAX compiled with them, or without, must not be used again."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+    entry.cache_clear()
+
+
+def test_gate_by_observation(world, rng, monkeypatch, fresh_caches):
     """Padded, multi-request, full and shorter chunks of one capacity: dense, dense, sparse, sparse, one trace."""
     for name in ("sparse_prefill", "dense_prefill"):
         mark = 1.0 if name == "sparse_prefill" else 2.0
         monkeypatch.setattr(
             attention, name, lambda q, *args, mark=mark, **kw: jnp.full((*q.shape[:2], 512), mark, q.dtype)
         )
-    jax.clear_caches()
     mesh = cpu_mesh((4,))
 
     @jax.jit
@@ -116,7 +124,6 @@ def test_gate_by_observation(world, rng, monkeypatch):
         q, topk, _ = world.queries(rng, seq, extend)
         out = run(q, plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4), *world.arguments("c0", topk))
         assert (out == (1.0 if sparse else 2.0)).all(), name
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,7 +138,7 @@ def test_slack_and_future_rows_influence_nothing(world, rng, kind):
         q_bad = jnp.where(bad[:, None, None], jnp.nan, q)
         topk_bad = jnp.where(bad[:, None], 2**31 - 1, topk)
         np.testing.assert_array_equal(entry(kind, 4, path)(q_bad, plan, *world.arguments(kind, topk_bad)), want)
-        # Causality: the KV of the chunk's last token, and the entries it completes, are poison for its own row only.
+        # Causality: the KV of the chunk's last token is poison for its own row only.
         swa = world.pools["c0"]
         last = world.full_to_swa[world.req_to_token[world.pool_rows[0], seq[0] - 1]]
         pages = np.asarray(swa.pages).copy()
@@ -156,17 +163,15 @@ def test_pool_slot_0_is_poison(rng):
             assert np.isfinite(out).all() and (out[len(where) :] == 0).all()
 
 
-def test_the_naive_geometry_is_wrong(world, rng, monkeypatch):
+def test_the_naive_geometry_is_wrong(world, rng, monkeypatch, fresh_caches):
     """Positive control: positions as prefix + k, as in the original sparse path, are far from right."""
     seq, extend, _ = CASES["full"]
     q, topk, where = world.queries(rng, seq, extend)
     plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
     right = world.oracle("c0", q, topk, where)
     monkeypatch.setattr(attention, "rank_rows", lambda x, cp, rank: x[: x.shape[0] // cp])
-    jax.clear_caches()
     args = split_round_robin(q, 4), plan, *world.arguments("c0", topk)
     out = dsa_prefill_attention(*args, kind="c0", config=CONFIG, mesh=cpu_mesh((4,)))
-    jax.clear_caches()
     assert np.abs(merge_round_robin(out, 4, 48) - right).max() > 0.1
 
 
@@ -188,7 +193,7 @@ def test_meshes(world, rng, shape, names, reverse, axis_type):
     run = jax.jit(lambda *args: dsa_prefill_attention(*args, kind="c4", config=CONFIG, mesh=mesh, head_axis=head_axis))
     out = run(*args)
     assert out.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("cp", head_axis)), 3)
-    out = merge_round_robin(np.asarray(out), cp, 48)
+    out = merge_round_robin(out, cp, 48)
     assert_close("out", out, world.oracle("c4", q, topk, where), abs_tol=5e-6, rel_tol=0)
     hlo = run.lower(*args).compile().as_text()
     assert not [op for op in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if f" {op}(" in hlo]
@@ -257,7 +262,7 @@ def test_forced_sparse_on_a_refused_chunk(world, rng):
     seq, extend, _ = CASES["padded"]
     q, topk, _ = world.queries(rng, seq, extend)
     plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
-    message = r"`path='sparse'` must not be forced.*num_reqs=1, num_tokens=47, cp_size=4, overflow=False"
+    message = r"`path='sparse'` must not be forced.*num_reqs=1, num_tokens=47, cp_size=4"
     with pytest.raises(ValueError, match=message):
         dsa_prefill_attention(
             split_round_robin(q, 4), plan, *world.arguments("c0", topk), kind="c0", config=CONFIG,
@@ -274,7 +279,7 @@ BAD = [
     ("c2", {}, r"`kind` must be one of 'c0', 'c4', 'c128', got 'c2'"),
     ("c0", dict(path="fast"), r"`path` must be one of 'auto', 'sparse', 'dense', got 'fast'"),
     ("c0", dict(q=jnp.zeros((130, 2, 512))), r"`q` must have 48 rows .*got 130"),
-    ("c0", dict(q=jnp.zeros((48, 3, 512))), r"`q` must have shape \[rows=48, h_q=2, d_qk=512\], got \(48, 3, 512\)"),
+    ("c0", dict(q=jnp.zeros((48, 3, 512))), r"`q` must have shape \[rows, h_q=2, d_qk=512\], got \(48, 3, 512\)"),
     ("c0", dict(q=jnp.zeros((48, 2, 512), jnp.float16)), r"`q` must have dtype bfloat16 or float32, got float16"),
     ("c4", dict(topk_indices=jnp.zeros((47, 16), jnp.int32)), r"`topk_indices` must have shape \[rows=48, topk\]"),
     ("c4", dict(topk_indices=jnp.zeros((48, 16))), r"`topk_indices` must have dtype int32, got float32"),
@@ -286,7 +291,13 @@ BAD = [
     ("c0", dict(swa_pool=BF16_POOL.pages), r"`swa_pool` must be a KVPool, got "),
     ("c4", dict(compressed_pool="c128"), r"`compressed_pool` must have page_size=8 .*got page_size=2"),
     ("c0", dict(implementation="cuda"), r"`implementation` of .* must be None, 'xla' or 'mosaic_gpu', got 'cuda'"),
-    ("c0", dict(head_axis="cp", config=dataclasses.replace(CONFIG, h_q=2)), r"`head_axis` of size 4 must divide h_q=2"),
+    ("c0", dict(head_axis="cp"), r"`head_axis` must be another axis than `cp_axis`, got 'cp' for both"),
+    ("c0", dict(q=[1.0]), r"`q` must be an array, got list"),
+    ("c0", dict(q=jnp.zeros(())), r"`q` must have shape \[rows, h_q=2, d_qk=512\], got \(\)"),
+    ("c0", dict(plan=None), r"`plan` must be a ChunkPlan, got NoneType"),
+    ("c0", dict(config=None), r"`config` must be a DSAConfig, got NoneType"),
+    ("c0", dict(mesh=None), r"`mesh` must be a Mesh or AbstractMesh, got NoneType"),
+    (["c0"], {}, r"`kind` must be one of 'c0', 'c4', 'c128', got \['c0'\]"),
 ]
 
 
@@ -297,7 +308,7 @@ def test_bad_arguments(world, rng, kind, change, message):
     """Every mistake is a ValueError that names the argument, before anything runs."""
     q, topk, _ = world.queries(rng, *FULL)
     plan = plan_of(world.chunk(*FULL, 4), config=CONFIG, cp_size=4)
-    swa, compressed, topk, sink = world.arguments(kind if kind in KINDS else "c0", topk)
+    swa, compressed, topk, sink = world.arguments(kind if isinstance(kind, str) and kind in KINDS else "c0", topk)
     kwargs = dict(
         q=q, plan=plan, swa_pool=swa, compressed_pool=compressed, topk_indices=topk, attn_sink=sink, kind=kind,
         config=CONFIG, mesh=cpu_mesh((4,)),
@@ -308,6 +319,79 @@ def test_bad_arguments(world, rng, kind, change, message):
         kwargs["compressed_pool"] = world.pools[kwargs["compressed_pool"]]
     with pytest.raises(ValueError, match=message):
         dsa_prefill_attention(**kwargs)
+
+
+def test_more_tokens_than_the_pools_hold(world, rng):
+    """With a concrete plan the entry sees that a pool is too small, or that the chunk overflows; nothing is computed."""
+    q, topk, _ = world.queries(rng, *FULL)
+    swa, c4, topk, sink = world.arguments("c4", topk)
+    small = KVPool.zeros(2, layout=KVLayout.V4, page_size=16)
+    run = functools.partial(dsa_prefill_attention, kind="c4", config=CONFIG, mesh=cpu_mesh((4,)))
+    plan = plan_of(world.chunk(*FULL, 4), config=CONFIG, cp_size=4)
+    with pytest.raises(ValueError, match=r"`swa_pool` must hold slot \d+ of the chunk's KV, got 32 slots"):
+        run(q, plan, small, c4, topk, sink)
+    with pytest.raises(ValueError, match=r"`compressed_pool` must hold slot \d+ of the chunk's KV, got 8 slots"):
+        run(q, plan, swa, KVPool.zeros(1, layout=KVLayout.V4, page_size=8), topk, sink)
+    narrow = world.chunk(*FULL, 4, page_tables={4: world.page_tables[4][:, :3]})
+    with pytest.raises(ValueError, match=r"`plan` must fit its capacities.*got plan.overflow=True"):
+        run(q, plan_of(narrow, config=CONFIG, cp_size=4), swa, c4, topk, sink)
+
+
+def test_local_form_without_its_axis(world, rng):
+    q, topk, _ = world.queries(rng, *FULL)
+    plan = plan_of(world.chunk(*FULL, 4), config=CONFIG, cp_size=4)
+    with pytest.raises(ValueError, match="`cp_axis` must be a manual axis of a surrounding shard_map, got 'cp'"):
+        dsa_prefill_attention_local(q, plan, *world.arguments("c0", topk), kind="c0", config=CONFIG)
+
+
+@pytest.mark.parametrize("path", ["sparse", "dense"])
+def test_entries_that_a_query_must_not_see(world, rng, path):
+    """Top-k entries past the query's position, of any size, are none: bit-equal to -1."""
+    seq, extend, _ = CASES["full"]
+    q, topk, where = world.queries(rng, seq, extend)
+    plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
+    visible = jnp.array([(pos + 1) // 4 for _, pos in where])
+    holes = jnp.where(jnp.arange(CONFIG.topk) % 3 == 0, -1, topk)
+    future = jnp.where(holes == -1, visible[:, None] + rng.integers(0, 2**30, topk.shape), holes).astype(jnp.int32)
+    swa, c4, _, sink = world.arguments("c4", topk)
+    a, b = (entry("c4", 4, path)(q, plan, swa, c4, x, sink) for x in (holes, future))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_empty_shapes_under_shard_map(world, rng):
+    """No page of a kind, no top-k, no entries: XLA's CPU compiler crashes on the gathers that these would make."""
+    q, topk, where = world.queries(rng, [8], [8])
+    swa, c128, _, sink = world.arguments("c128", topk)
+    for tables in ({128: np.zeros((3, 0), int)}, {128: world.page_tables[128]}):
+        chunk = world.chunk([8], [8], 4, page_tables=tables, entry_capacities={128: 0})
+        plan = plan_of(chunk, config=CONFIG, cp_size=4)
+        assert not plan.overflow
+        for path in ("auto", "sparse", "dense"):
+            run = functools.partial(dsa_prefill_attention, kind="c128", config=CONFIG, mesh=cpu_mesh((4,)), path=path)
+            out = merge_round_robin(run(split_round_robin(q, 4), plan, swa, c128, None, sink), 4, 48)
+            assert_close("out", out, world.oracle("c128", q, topk, where), abs_tol=5e-6, rel_tol=0)
+    plan = plan_of(world.chunk([300], [8], 4), config=CONFIG, cp_size=4)
+    q, topk, where = world.queries(rng, [300], [8])
+    for path in ("auto", "sparse", "dense"):
+        run = functools.partial(dsa_prefill_attention, kind="c4", config=CONFIG, mesh=cpu_mesh((4,)), path=path)
+        none = jnp.zeros((48, 0), jnp.int32)
+        out = merge_round_robin(run(split_round_robin(q, 4), plan, *world.arguments("c4", none)), 4, 48)
+        assert_close("out", out, world.oracle("c0", q, topk, where), abs_tol=5e-6, rel_tol=0)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_one_row_per_rank(rng, cp):
+    """extend == cp_size after a prefix of 4093: the chunk's tokens complete c4 and c128 windows."""
+    world = World.build(rng, num_reqs=1, max_len=4160, token_capacity=cp)
+    seq, extend = [4093 + cp], [cp]
+    q, topk, where = world.queries(rng, seq, extend)
+    plan = plan_of(world.chunk(seq, extend, cp), config=CONFIG, cp_size=cp)
+    for kind in KINDS:
+        run = functools.partial(dsa_prefill_attention, kind=kind, config=CONFIG, mesh=cpu_mesh((cp,)))
+        swa, pool, topk_, sink = world.arguments(kind, topk)
+        topk_ = None if topk_ is None else split_round_robin(topk_, cp)
+        out = merge_round_robin(run(split_round_robin(q, cp), plan, swa, pool, topk_, sink), cp, cp)
+        assert_close("out", out, world.oracle(kind, q, topk, where), abs_tol=5e-6, rel_tol=0)
 
 
 def test_a_kind_without_page_table(world, rng):

@@ -111,8 +111,10 @@ def test_sglang_geometry(path):
         (dict(seq_lens=[641, 9, 9]), r"`seq_lens\[0\]` must be <= max_len=640 \(req_to_token\), got 641"),
         (dict(req_pool_indices=[4, 0, 0]), r"`req_pool_indices\[0\]` must be in 0..3, got 4"),
         (dict(extend_lens=[40, 9, 0]), r"`extend_lens` must sum to at most token_capacity=48, got 49"),
-        (dict(token_capacity=130), r"`token_capacity` must be a positive multiple of cp_size=4, got 130"),
-        (dict(cp_size=0), r"`cp_size` must be >= 1, got 0"),
+        (dict(token_capacity=130), r"`token_capacity` must be a multiple of cp_size=4, got 130"),
+        (dict(cp_size=0), r"`cp_size` must be an int >= 1, got 0"),
+        (dict(token_capacity=48.0), r"`token_capacity` must be an int >= 1, got 48.0"),
+        (dict(page_tables=None), r"`page_tables` must map compress ratios to tables, got NoneType"),
         (dict(num_reqs=4), r"`num_reqs` must be in 0..R=3, got 4"),
         (dict(page_tables={8: np.zeros((3, 4), int)}), r"compress ratios 4 or 128 as keys, got 8"),
         (dict(page_tables={4: np.zeros((2, 4), int)}), r"`page_tables\[4\]` must have shape \[R=3, pages\], got \(2, 4\)"),
@@ -128,8 +130,14 @@ def test_bad_chunks(world, change, message):
 
 
 def test_plan_checks_cp_size(world):
-    with pytest.raises(ValueError, match="`cp_size` must be >= 1 and divide token_capacity=48, got 5"):
+    with pytest.raises(ValueError, match="`cp_size` must divide token_capacity=48, got 5"):
         make_plan(world.chunk([9], [9], 4), CONFIG, cp_size=5)
+    with pytest.raises(ValueError, match="`config` must be a DSAConfig, got NoneType"):
+        make_plan(world.chunk([9], [9], 4), None, cp_size=4)
+    with pytest.raises(ValueError, match="`chunk` must be a PrefillChunk, got dict"):
+        make_plan({}, CONFIG, cp_size=4)
+    with pytest.raises(ValueError, match="`seq_lens` must have at least one request slot"):
+        world.chunk([], [], 4, seq_lens=np.zeros(0, int))
 
 
 def test_validate_chunk_says_how_many_pages(world):
@@ -142,16 +150,31 @@ def test_validate_chunk_says_how_many_pages(world):
     with pytest.raises(ValueError, match=r"`page_tables\[4\]` must name pages in 0..2 of the c4 pool"):
         validate_chunk(chunk, CONFIG, world.pools["c0"], {"c4": KVPool.zeros(3, layout=KVLayout.V4, page_size=8)})
     narrow = world.chunk([600], [8], 4, page_tables={4: world.page_tables[4][:, :3]})
+    with pytest.raises(ValueError, match="`compressed_pools` must have kinds that the chunk has page tables for"):
+        validate_chunk(narrow, CONFIG, world.pools["c0"], {"c128": world.pools["c128"]})
     with pytest.raises(
         ValueError, match=r"`page_tables\[4\]` must have 19 pages for the 600 tokens of request 0, got 3"
     ):
         validate_chunk(narrow, CONFIG, world.pools["c0"], {"c4": world.pools["c4"]})
 
 
-def test_a_table_too_narrow_overflows(world):
-    """Traced, nothing can raise: plan.overflow is True and the gate says dense."""
-    plan = make_plan(world.chunk([600], [8], 4, page_tables={4: world.page_tables[4][:, :3]}), CONFIG, cp_size=4)
-    assert plan.overflow and not plan.use_sparse
+def test_a_key_without_a_slot_overflows(world):
+    """Traced, nothing can raise: plan.overflow is True and the gate says dense.
+
+    A table that is too narrow, a page of it that is none, and a position of the window whose slot was given away.
+    """
+    table = world.page_tables[4]
+    no_page = np.where(np.arange(table.shape[1]) == 2, -1, table)
+    evicted = world.full_to_swa.copy()
+    full = world.req_to_token[world.pool_rows[0]]
+    first = 600 - 8 - 127  # the first position that a row of the chunk can see
+    evicted[full[first]] = -1
+    for change in (dict(page_tables={4: table[:, :3]}), dict(page_tables={4: no_page}), dict(full_to_swa=evicted)):
+        plan = make_plan(world.chunk([600], [8], 4, **change), CONFIG, cp_size=4)
+        assert plan.overflow and not plan.use_sparse
+    evicted = world.full_to_swa.copy()
+    evicted[full[:first]] = -1  # behind every window: fine
+    assert not make_plan(world.chunk([600], [8], 4, full_to_swa=evicted), CONFIG, cp_size=4).overflow
 
 
 def test_pool_writes(rng):
@@ -169,12 +192,18 @@ def test_pool_writes(rng):
     assert (back[1:11] == 0).all()
     np.testing.assert_allclose(back[jnp.array([11, 0])], rows[jnp.array([0, 2])].astype(jnp.float32), atol=0.13)
     for bad, message in [
-        (rows[:, :511], r"`rows` must be bfloat16 or float32 \[n, d=512\].*got bfloat16 \(3, 511\)"),
-        (rows.astype(jnp.float16), r"`rows` must be bfloat16 or float32"),
-        (rows[:2], r"`records` must have shape \[n=3, bytes_per_token=584\]"),
+        (rows[:, :511], r"`rows` must have shape \[n=3, d=512\], got \(3, 511\)"),
+        (rows.astype(jnp.float16), r"`rows` must have dtype bfloat16 or float32, got float16"),
+        (rows[:2], r"`rows` must have shape \[n=3, d=512\], got \(2, 512\)"),
+        (jnp.zeros((3, 583), jnp.uint8), r"`rows` must have shape \[n=3, bytes_per_token=584\]"),
+        ([[1.0]], r"`rows` must be an array, got list"),
     ]:
         with pytest.raises(ValueError, match=message):
             write_kv(pool, slots, bad)
+    with pytest.raises(ValueError, match="`pool` must be a KVPool, got "):
+        write_kv(pool.pages, slots, rows)
+    with pytest.raises(ValueError, match="`layout` must be a KVLayout, got 'V4'"):
+        KVPool.zeros(3, layout="V4", page_size=4)
     with pytest.raises(ValueError, match="`num_pages` must be an int >= 1, got 0"):
         KVPool.zeros(0, layout=KVLayout.V4, page_size=4)
 
@@ -184,7 +213,7 @@ def test_config():
     assert (flash.h_q, flash.topk, pro.h_q, pro.topk) == (64, 512, 128, 1024)
     assert flash.sm_scale == 512**-0.5 and hash(flash) != hash(pro)
     assert [flash.compressed_page_size(k) for k in ("c4", "c128")] == [64, 2]
-    with pytest.raises(ValueError, match="`h_q` must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="`h_q` must be an int >= 1, got 0"):
         DSAConfig(h_q=0, topk=1)
     with pytest.raises(ValueError, match="`d_v` and `d_rope` must be <= d_qk=512"):
         DSAConfig(h_q=1, topk=1, d_v=576)

@@ -21,6 +21,7 @@ TABLE = [
     (33, [128], True, 32, 4, False, "padded"),
     (1, [4], True, 1, 4, True, "one request"),
     (0, [], True, 0, 4, False, "no new tokens"),
+    (8, [None], True, 8, 4, False, "not known"),
 ]
 
 
@@ -28,7 +29,7 @@ TABLE = [
 def test_truth_table(rows, lens, cp, cp_rows, size, sparse, reason):
     decision = can_use_sparse_prefill(rows, lens, is_cp_round_robin=cp, cp_num_rows=cp_rows, cp_size=size)
     assert bool(decision) is sparse and reason in decision.reason
-    if lens is not None:
+    if lens is not None and None not in lens:
         as_array = np.asarray(lens, np.int32)
         assert decision == can_use_sparse_prefill(
             rows, as_array, is_cp_round_robin=cp, cp_num_rows=cp_rows, cp_size=size
@@ -52,5 +53,7 @@ def test_traced_rule_is_the_host_rule(cp):
             lens = [n] + [0] * (reqs - 1) if reqs else []
             host = can_use_sparse_prefill(rows, lens, is_cp_round_robin=True, cp_num_rows=rows, cp_size=cp)
             assert bool(predicate(jnp.int32(reqs), jnp.int32(n if reqs else 0))) == bool(host)
-    with pytest.raises(ValueError, match="`cp_size` must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="`cp_size` must be an int >= 1, got 0"):
         sparse_prefill_predicate(1, 8, cp_size=0)
+    with pytest.raises(ValueError, match=r"`extend_lens\[1\]` must be an int >= 0, got -4"):
+        can_use_sparse_prefill(8, [12, -4], is_cp_round_robin=True, cp_num_rows=8, cp_size=cp)

@@ -1,13 +1,16 @@
 """Round-robin geometry: split, merge, ranks, positions."""
 
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
+from jax.sharding import AxisType
 
 from dsa_cp_jax import merge_round_robin, query_start_loc, split_round_robin
 from dsa_cp_jax.round_robin import rank_rows
+from tests.helpers.world import cpu_mesh
 
 
 @given(n=st.integers(0, 70), cp=st.integers(1, 9), width=st.integers(0, 3))
@@ -47,13 +50,29 @@ def test_last_token_survives_padding():
     assert merge_round_robin(y, 2, 7)[-1] == 7
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_explicit_axes(jit):
+    """Rows that are sharded over an Explicit axis can be split and merged, too."""
+    mesh = cpu_mesh((4,), ("cp",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.arange(24).reshape(12, 2), jax.NamedSharding(mesh, jax.P("cp")))
+
+    def there_and_back(x):
+        return merge_round_robin(split_round_robin(x, 4), 4, 12)
+
+    np.testing.assert_array_equal((jax.jit(there_and_back) if jit else there_and_back)(x), x)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
         (lambda: split_round_robin(jnp.zeros(4), 0), "`cp_size` must be an int >= 1, got 0"),
+        (lambda: split_round_robin(jnp.zeros(4), 2.0), "`cp_size` must be an int >= 1, got 2.0"),
+        (lambda: split_round_robin([1, 2], 2), r"`x` must be an array \[rows, ...\], got \[1, 2\]"),
+        (lambda: merge_round_robin(jnp.zeros(()), 2, 1), r"`x` must be an array \[rows, ...\], got \(\)"),
+        (lambda: query_start_loc(jnp.zeros(3, jnp.int32), 0, 0), "`cp_size` must be an int >= 1, got 0"),
         (lambda: merge_round_robin(jnp.zeros(5), 2, 5), "`x` must have a row count divisible by cp_size=2, got 5 rows"),
         (lambda: merge_round_robin(jnp.zeros(4), 2, 5), r"`n` must be in 0..4 \(the rows of `x`\), got 5"),
-        (lambda: merge_round_robin(jnp.zeros(4), 2, -1), r"`n` must be in 0..4"),
+        (lambda: merge_round_robin(jnp.zeros(4), 2, -1), r"`n` must be an int >= 0, got -1"),
     ],
 )
 def test_bad_arguments(call, message):

@@ -88,7 +88,7 @@ def test_selected_positions_do_not_depend_on_cp_or_neighbours(world, batch, cp):
         plan = wide_plan(world.chunk(seq, extend, cp), cp_size=cp)
         region = plan.compressed["c4"]
         rows = [split_round_robin(x, cp) for x in (topk, plan.query_pos, plan.query_req)]
-        row, length = combine_swa_indices(
+        row, _ = combine_swa_indices(
             *rows, region.base, plan.swa.base + region.slots.shape[0], plan.swa_first_pos, compress_ratio=4
         )
         row = np.asarray(merge_round_robin(row, cp, CAPACITY))

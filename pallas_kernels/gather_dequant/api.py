@@ -3,16 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import check_array, match_varying, resolve_implementation
+from pallas_kernels.common import as_count, check_array, interpreter, match_varying, resolve_implementation
 from pallas_kernels.gather_dequant import reference
-from pallas_kernels.kv_layout import KVLayout
+from pallas_kernels.kv_layout import KVLayout, check_layout
 
 
-def _check(prefix: str, pages, slots, count_name: str, count, layout: KVLayout, page_size: int) -> None:
-    layout.check_pages(f"{prefix}pages", pages, page_size)
+def _check(prefix: str, pages, slots, count_name: str, count, layout, page_size) -> None:
+    check_layout(f"{prefix}layout", layout).check_pages(f"{prefix}pages", pages, page_size)
     check_array(f"{prefix}slots", slots, jnp.int32, n=None)
     if count is not None:
-        check_array(count_name, jnp.asarray(count), jnp.int32)
+        check_array(count_name, count, jnp.int32)
 
 
 def _unsupported(*layouts: KVLayout) -> str | None:
@@ -49,6 +49,7 @@ def gather_dequant(
     Source: byte layouts of FlashMLA `tests/quant.py`; SGLang gathers once per layer in the same way
     (`python/sglang/srt/layers/attention/dsv4/`).
     """
+    num_slots = as_count(num_slots)
     _check("", pages, slots, "num_slots", num_slots, layout, page_size)
     chosen = resolve_implementation("gather_dequant", implementation, interpret, lambda: _unsupported(layout))
     pages, slots = jnp.asarray(pages), jnp.asarray(slots)
@@ -58,7 +59,8 @@ def gather_dequant(
             return reference.gather_dequant(pages, slots, **kwargs)
         from pallas_kernels.gather_dequant import mosaic_gpu
 
-        return match_varying(mosaic_gpu.gather_dequant(pages, slots, **kwargs, interpret=interpret), pages, slots)
+        rows = mosaic_gpu.gather_dequant(pages, slots, **kwargs, interpret=interpreter(interpret))
+        return match_varying(rows, pages, slots)
 
 
 def gather_workspace(
@@ -97,6 +99,7 @@ def gather_workspace(
       ValueError: a wrong shape, dtype or page stride, or layouts whose rows differ.
       NotImplementedError: "mosaic_gpu" was named for a layout that the kernel does not serve.
     """
+    num_compressed, num_swa = as_count(num_compressed), as_count(num_swa)
     _check("swa_", swa_pages, swa_slots, "num_swa", num_swa, swa_layout, swa_page_size)
     compressed = dict(
         compressed_slots=compressed_slots,
@@ -110,6 +113,8 @@ def gather_workspace(
                 f"got {'None' if value is None else 'a value'} with compressed_pages "
                 f"{'None' if compressed_pages is None else 'given'}."
             )
+    if compressed_pages is None and num_compressed is not None:
+        raise ValueError("`num_compressed` must be None where `compressed_pages` is, got a value.")
     layouts = [swa_layout]
     if compressed_layout is not None and compressed_page_size is not None:
         _check(
@@ -143,4 +148,4 @@ def gather_workspace(
             return reference.gather_workspace(*args, **kwargs)
         from pallas_kernels.gather_dequant import mosaic_gpu
 
-        return match_varying(mosaic_gpu.gather_workspace(*args, **kwargs, interpret=interpret), *args)
+        return match_varying(mosaic_gpu.gather_workspace(*args, **kwargs, interpret=interpreter(interpret)), *args)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas.fuser  # before any tracing: the interpreter loads it, which causes a retrace
+import jax.experimental.pallas.fuser  # the interpreter would import it in the middle of a trace
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import check_array, match_varying, resolve_implementation, vary_alike
-from pallas_kernels.kv_layout import KVLayout
+from pallas_kernels.common import check_array, check_int, check_real, match_varying, resolve_implementation, vary_alike
+from pallas_kernels.kv_layout import KVLayout, check_layout
 from pallas_kernels.paged_mla import reference
 
 
@@ -23,8 +23,8 @@ class PagedMLAOutput(NamedTuple):
     lse: jax.Array
 
 
-def _check_scope(prefix: str, b: int, d_qk: int, pages, indices, topk_length, layout: KVLayout, page_size: int) -> None:
-    layout.check_pages(f"{prefix}pages", pages, page_size)
+def _check_scope(prefix: str, b: int, d_qk: int, pages, indices, topk_length, layout, page_size) -> None:
+    check_layout(f"{prefix}layout", layout).check_pages(f"{prefix}pages", pages, page_size)
     if layout.d != d_qk:
         raise ValueError(f"`{prefix}layout` must have rows of d_qk={d_qk} values, got {layout!r} with d={layout.d}.")
     check_array(f"{prefix}indices", indices, jnp.int32, b=b, topk=None)
@@ -97,17 +97,20 @@ def paged_mla_attention(
         rows.append((extra_indices, extra_topk_length))
     if attn_sink is not None:
         check_array("attn_sink", attn_sink, jnp.float32, h_q=h_q)
-    if not 0 < d_v <= d_qk:
+    sm_scale, d_v = check_real("sm_scale", sm_scale), check_int("d_v", d_v)
+    if d_v > d_qk:
         raise ValueError(f"`d_v` must be in 1..d_qk={d_qk}, got {d_v}.")
     resolve_implementation(
         "paged_mla_attention", implementation, interpret, lambda: "there is no Hopper kernel yet; use 'xla'."
     )
     with jax.named_scope("paged_mla_attention"):
-        if 0 in (b, h_q) or all(i.shape[1] == 0 for i, _ in rows):
+        with_keys = [(scope, row) for scope, row in zip(scopes, rows) if row[0].shape[1]]
+        if 0 in (b, h_q) or not with_keys:
             empty = (jnp.zeros((b, h_q, d_v), q.dtype), jnp.full((b, h_q), jnp.inf, jnp.float32))
             return PagedMLAOutput(*(match_varying(x, q, indices) for x in empty))
+        scopes, rows = zip(*with_keys)
         statics = tuple((layout, page_size) for _, layout, page_size in scopes)
-        options = _Options(statics, float(sm_scale), d_v)
+        options = _Options(statics, sm_scale, d_v)
         args = vary_alike(q, tuple(pages for pages, _, _ in scopes), tuple(rows), attn_sink)
         return PagedMLAOutput(*_attention(*args, options))
 

@@ -6,7 +6,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import check_array, match_varying, resolve_implementation, vary_alike
+from pallas_kernels.common import (
+    check_array,
+    check_int,
+    check_real,
+    interpreter,
+    match_varying,
+    resolve_implementation,
+    vary_alike,
+)
 from pallas_kernels.sparse_mla import reference
 
 
@@ -73,7 +81,8 @@ def sparse_mla_attention(
         check_array("topk_length", topk_length, jnp.int32, s_q=s_q)
     if attn_sink is not None:
         check_array("attn_sink", attn_sink, jnp.float32, h_q=h_q)
-    if not 0 < d_v <= d_qk:
+    sm_scale, d_v = check_real("sm_scale", sm_scale), check_int("d_v", d_v)
+    if d_v > d_qk:
         raise ValueError(f"`d_v` must be in 1..d_qk={d_qk}, got {d_v}.")
 
     def unsupported():
@@ -89,7 +98,7 @@ def sparse_mla_attention(
                 *(jnp.full((s_q, h_q), x, jnp.float32) for x in (-jnp.inf, jnp.inf)),
             )
             return SparseMLAOutput(*(match_varying(x, q, kv, indices) for x in empty))
-        options = _Options(float(sm_scale), d_v, chosen, interpret)
+        options = _Options(sm_scale, d_v, chosen, interpreter(interpret))
         args = vary_alike(q, kv, indices, topk_length, attn_sink)
         return SparseMLAOutput(*_attention(*args, options))
 

@@ -8,7 +8,7 @@ round ahead, one a thread. One outside kv, or in a column past topk_length, zero
 from typing import Any
 
 import jax
-import jax.experimental.pallas.fuser  # loaded before any tracing: loading it later causes a retrace
+import jax.experimental.pallas.fuser  # the interpreter would import it in the middle of a trace
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl

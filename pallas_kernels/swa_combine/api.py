@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import check_array, match_varying, resolve_implementation
+from pallas_kernels.common import check_array, check_int, interpreter, match_varying, resolve_implementation
 from pallas_kernels.swa_combine import reference
 
 
@@ -77,24 +77,25 @@ def combine_swa_indices(
     check_array("compressed_base", compressed_base, jnp.int32, num_reqs=num_reqs)
     check_array("swa_first_pos", swa_first_pos, jnp.int32, num_reqs=num_reqs)
     if topk_indices is None:
-        if topk is None or topk < 0:
-            raise ValueError(f"`topk` must be >= 0 where `topk_indices` is None, got {topk}.")
+        topk = check_int("topk", topk, 0)
     else:
         _, width = check_array("topk_indices", topk_indices, jnp.int32, rows=rows, topk=topk)
         topk = width
-    if window < 1:
-        raise ValueError(f"`window` must be >= 1, got {window}.")
-    if topk and compress_ratio < 1:
-        raise ValueError(f"`compress_ratio` must be >= 1, got {compress_ratio}.")
+    window = check_int("window", window)
+    compress_ratio = check_int("compress_ratio", compress_ratio) if topk else 1
 
     # The kernel serves every width.
     chosen = resolve_implementation("combine_swa_indices", implementation, interpret, lambda: None)
     args = jax.tree.map(jnp.asarray, (topk_indices, query_pos, query_req, compressed_base, swa_base, swa_first_pos))
     kwargs = dict(compress_ratio=compress_ratio, topk=topk, window=window)
     with jax.named_scope("combine_swa_indices"):
-        if chosen == "xla" or rows == 0:
+        if 0 in (rows, num_reqs):  # no live row
+            indices = jnp.full((rows, reference.combined_width(topk, window)), -1, jnp.int32)
+            empty = indices, jnp.zeros(rows, jnp.int32)
+            return CombinedIndices(*(match_varying(x, *args) for x in empty))
+        if chosen == "xla":
             return CombinedIndices(*reference.combine_swa_indices(*args, **kwargs))
         from pallas_kernels.swa_combine import mosaic_gpu
 
-        results = mosaic_gpu.combine_swa_indices(*args, **kwargs, interpret=interpret)
+        results = mosaic_gpu.combine_swa_indices(*args, **kwargs, interpret=interpreter(interpret))
         return CombinedIndices(*(match_varying(x, *args) for x in results))

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import jax
-import jax.experimental.pallas.fuser  # before any tracing: the interpreter loads it, which causes a retrace
+import jax.experimental.pallas.fuser  # the interpreter would import it in the middle of a trace
 import jax.numpy as jnp
 import numpy as np
 from jax import lax

@@ -29,13 +29,14 @@ def combine_swa_indices(
     """See `pallas_kernels.combine_swa_indices`. Returns (indices, lengths)."""
     live = (query_req >= 0) & (query_req < swa_base.shape[0])
     pos = query_pos[:, None]
+    seen = jnp.maximum(pos + 1, 0)
     column = lax.broadcasted_iota(jnp.int32, (query_pos.shape[0], combined_width(topk, window)), 1)
 
     def of_request(x):
         return x.at[query_req].get(mode="fill", fill_value=0, wrap_negative_indices=False)[:, None]
 
-    topk_len = jnp.minimum((pos + 1) // compress_ratio, topk) if topk else jnp.zeros_like(pos)
-    swa_len = jnp.minimum(pos + 1, window)
+    topk_len = jnp.minimum(seen // compress_ratio, topk) if topk else jnp.zeros_like(pos)
+    swa_len = jnp.minimum(seen, window)
     length = jnp.where(live[:, None], topk_len + swa_len, 0)
 
     if topk_indices is None:

@@ -208,10 +208,16 @@ def test_past_2_31_bytes():
     "change, message",
     [
         (dict(pages=jnp.zeros((2, 37376), jnp.uint8)), r"`pages` must have a page stride of 37440 bytes.*got 37376"),
-        (dict(pages=jnp.zeros((2, 37440), jnp.int8)), r"`pages` must be uint8 .*got int8"),
-        (dict(pages=jnp.zeros((2, 3, 37440), jnp.uint8)), r"`pages` must be uint8 \[num_pages, stride\]"),
+        (dict(pages=jnp.zeros((2, 37440), jnp.int8)), r"`pages` must have dtype uint8, got int8"),
+        (
+            dict(pages=jnp.zeros((2, 3, 37440), jnp.uint8)),
+            r"`pages` must have shape \[num_pages, stride\], got \(2, 3, 37440\)",
+        ),
         (dict(layout=KVLayout.V32), r"page stride of 41984 or more, a multiple of 16 bytes .*got 37440"),
+        (dict(pages=[[1]]), r"`pages` must be an array, got list"),
+        (dict(layout="V4"), r"`layout` must be a KVLayout \(KVLayout.V4, V32, BF16 or F32\), got 'V4'"),
         (dict(page_size=0), r"`page_size` of `pages` must be an int >= 1, got 0"),
+        (dict(page_size=64.0), r"`page_size` of `pages` must be an int >= 1, got 64.0"),
         (dict(slots=jnp.zeros((2, 2), jnp.int32)), r"`slots` must have shape \[n\], got \(2, 2\)"),
         (dict(slots=jnp.zeros(2, jnp.float32)), r"`slots` must have dtype int32, got float32"),
         (dict(num_slots=jnp.zeros(2, jnp.int32)), r"`num_slots` must have shape \[\], got \(2,\)"),
@@ -225,6 +231,35 @@ def test_bad_arguments(change, message):
     )
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: gather_dequant(**(kwargs | change)))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: quantize_rows(jnp.zeros((2, 511)), layout=KVLayout.V4),
+            r"`rows` must be bfloat16 or float32 \[..., d=512\]",
+        ),
+        (lambda: quantize_rows(jnp.zeros((2, 512), int), layout=KVLayout.V4), r"`rows` must be .*got int32 \(2, 512\)"),
+        (lambda: quantize_rows([1.0], layout=KVLayout.V4), r"`rows` must be .*got list"),
+        (
+            lambda: quantize_pages(jnp.zeros((2, 0, 512)), layout=KVLayout.V4, page_size=0),
+            r"`page_size` must be an int >= 1",
+        ),
+        (lambda: quantize_pages(jnp.zeros((2, 4, 512)), layout=None, page_size=4), r"`layout` must be a KVLayout"),
+    ],
+)
+def test_bad_rows(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_counts_under_x64(rng):
+    """A Python int as live count is int32 in any mode."""
+    pages = quantize_pages(rng.standard_normal((2, 8, 512)).astype(np.float32), layout=KVLayout.V4, page_size=8)
+    with jax.enable_x64(True):
+        out = gather_dequant(pages, np.arange(4, dtype=np.int32), layout=KVLayout.V4, page_size=8, num_slots=2)
+    assert out.shape == (4, 512)
 
 
 def test_workspace_parts_go_together():

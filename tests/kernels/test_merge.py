@@ -25,6 +25,9 @@ def test_an_empty_part_changes_nothing(rng, dtype):
     out = jnp.asarray(rng.standard_normal((4, 2, 8)), dtype)
     lse = jnp.asarray(rng.standard_normal((4, 2)), jnp.float32) * 50
     empty = jnp.zeros_like(out), jnp.full_like(lse, jnp.inf)
+    poison = jnp.full_like(out, jnp.nan), empty[1]
+    np.testing.assert_array_equal(merge_attention(out, lse, *poison)[0], out)
+    assert (apply_attn_sink(*poison, jnp.zeros(2)) == 0).all()
     with jax.debug_nans(True):
         for got in (merge_attention(out, lse, *empty), merge_attention(*empty, out, lse)):
             np.testing.assert_array_equal(got[0], out)
@@ -48,7 +51,16 @@ def test_gradient_of_the_merge_is_finite():
 
 def test_bad_shapes():
     out, lse = jnp.zeros((3, 2, 8)), jnp.zeros((3, 2))
-    with pytest.raises(ValueError, match=r"`lse_b` must have shape \(3, 2\)"):
-        merge_attention(out, lse, out, lse[:2])
-    with pytest.raises(ValueError, match=r"`attn_sink` \(2,\)"):
-        apply_attn_sink(out, lse, jnp.zeros(3))
+    for call, message in [
+        (lambda: merge_attention(out, lse, out, lse[:2]), r"`lse_b` must have shape \[dim0=3, dim1=2\], got \(2, 2\)"),
+        (
+            lambda: merge_attention(out, lse, out.astype(jnp.bfloat16), lse),
+            r"`out_b` must have dtype float32, got bfloat16",
+        ),
+        (lambda: merge_attention([1.0], lse, out, lse), r"`out_a` must be an array, got list"),
+        (lambda: merge_attention(out, lse.astype(jnp.bfloat16), out, lse), r"`lse_a` must have dtype float32"),
+        (lambda: apply_attn_sink(out, lse, jnp.zeros(3)), r"`attn_sink` must have shape \[h_q=2\], got \(3,\)"),
+        (lambda: apply_attn_sink(out.astype(int), lse, jnp.zeros(2)), r"`out` must have dtype bfloat16 or float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()

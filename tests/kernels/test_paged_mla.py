@@ -156,6 +156,25 @@ def test_empty_shapes(rng, b, topk):
     assert out.shape == (b, 3, 512) and (out == 0).all() and (lse == jnp.inf).all()
 
 
+@pytest.mark.parametrize("b", [1, 65536, 70000])
+def test_many_rows(rng, b):
+    rows = np.eye(4, 512, dtype=np.float32)[None]
+    pages = quantize_pages(rows, layout=KVLayout.F32, page_size=4)
+    slots = (np.arange(b, dtype=np.int32) % 4)[:, None]
+    q = np.zeros((b, 1, 512), np.float32)
+    out, lse = paged_mla_attention(q, pages, slots, layout=KVLayout.F32, page_size=4, sm_scale=1.0, d_v=4)
+    np.testing.assert_array_equal(out[:, 0], np.eye(4)[slots[:, 0]])
+    np.testing.assert_allclose(lse, 0, atol=1e-6)
+
+
+def test_a_scope_of_width_0_adds_nothing(rng):
+    s = scene(rng)
+    main = {k: v for k, v in s.items() if "extra" not in k}
+    narrow = s | dict(extra_indices=s["extra_indices"][:, :0])
+    for a, b in zip(paged_mla_attention(**narrow), paged_mla_attention(**main)):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_gradients(rng):
     s = scene(rng, dtype=np.float32)
 
@@ -177,7 +196,9 @@ def test_gradients(rng):
         (dict(extra_page_size=64), r"`extra_pages` must have a page stride of 37440 bytes"),
         (dict(extra_topk_length=jnp.zeros(5, jnp.int32)), r"`extra_topk_length` must have shape \[b=6\], got \(5,\)"),
         (dict(attn_sink=jnp.zeros(4)), r"`attn_sink` must have shape \[h_q=3\], got \(4,\)"),
-        (dict(d_v=0), r"`d_v` must be in 1..d_qk=512, got 0"),
+        (dict(d_v=0), r"`d_v` must be an int >= 1, got 0"),
+        (dict(layout="V4"), r"`layout` must be a KVLayout"),
+        (dict(sm_scale="a"), r"`sm_scale` must be a number"),
     ],
 )  # fmt: skip
 def test_bad_arguments(rng, change, message):

@@ -234,6 +234,15 @@ def test_deterministic(rng):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("topk", [1, 8])
+def test_memory_is_bounded_for_a_small_topk(topk):
+    """Hard case 8's shape: 32,768 rows of 128 heads. Beside its results the compiled program takes little memory."""
+    shapes = (32768, 128, 512), (100, 512), (32768, topk)
+    args = [jax.ShapeDtypeStruct(s, jnp.int32 if i == 2 else jnp.bfloat16) for i, s in enumerate(shapes)]
+    run = jax.jit(lambda q, kv, ids: sparse_mla_attention(q, kv, ids, sm_scale=0.05))
+    assert run.lower(*args).compile().memory_analysis().temp_size_in_bytes < 2**29
+
+
 PEAK = """
 import json, resource, jax, jax.numpy as jnp
 from pallas_kernels import sparse_mla_attention
@@ -277,6 +286,9 @@ def test_peak_memory(gradient):
         (dict(attn_sink=jnp.zeros(5)), r"`attn_sink` must have shape \[h_q=4\], got \(5,\)"),
         (dict(attn_sink=[0.0] * 4), r"`attn_sink` must be an array, got list"),
         (dict(d_v=1024), r"`d_v` must be in 1..d_qk=512, got 1024"),
+        (dict(d_v=None), r"`d_v` must be an int >= 1, got None"),
+        (dict(sm_scale=None), r"`sm_scale` must be a number known when the function is traced, got None"),
+        (dict(sm_scale=jnp.float32(1)), r"`sm_scale` must be a number known when the function is traced"),
         (dict(implementation="triton"), r"`implementation` of sparse_mla_attention must be None, 'xla'"),
     ],
 )

@@ -119,6 +119,21 @@ def test_every_entry_form(topk):
     np.testing.assert_array_equal(got.lengths, want.lengths)
 
 
+def test_strange_positions_select_nothing_strange():
+    """A position outside any sequence is the caller's fault, but never a length outside 0..width or an id from nowhere."""
+    pos = i32([-(2**31), -5, -1, 2**31 - 1])
+    got = combine_swa_indices(
+        jnp.zeros((4, 2), jnp.int32), pos, i32([0] * 4), i32([0]), i32([9]), i32([0]), compress_ratio=4
+    )
+    assert (got.lengths == 0).all() and (got.indices == -1).all()
+
+
+def test_no_requests():
+    none, rows = jnp.zeros(0, jnp.int32), i32([0, 3])
+    got = combine_swa_indices(jnp.zeros((2, 4), jnp.int32), rows, rows, none, none, none, compress_ratio=4)
+    assert got.indices.shape == (2, 256) and (got.indices == -1).all() and (got.lengths == 0).all()
+
+
 @pytest.mark.parametrize("rows", [0, 1, 70000, 131072])
 def test_row_counts(rows):
     pos = jnp.arange(rows, dtype=jnp.int32)
@@ -139,9 +154,11 @@ def test_row_counts(rows):
         (dict(compressed_base=jnp.zeros(2, jnp.int32)), r"`compressed_base` must have shape \[num_reqs=1\]"),
         (dict(topk_indices=jnp.zeros((2, 4), jnp.int32)), r"`topk_indices` must have shape \[rows=3, topk\]"),
         (dict(topk=5), r"`topk_indices` must have shape \[rows=3, topk=5\], got \(3, 4\)"),
-        (dict(topk_indices=None), r"`topk` must be >= 0 where `topk_indices` is None, got None"),
-        (dict(compress_ratio=0), r"`compress_ratio` must be >= 1, got 0"),
-        (dict(window=0), r"`window` must be >= 1, got 0"),
+        (dict(topk_indices=None), r"`topk` must be an int >= 0, got None"),
+        (dict(topk_indices=None, topk=4.0), r"`topk` must be an int >= 0, got 4.0"),
+        (dict(compress_ratio=0), r"`compress_ratio` must be an int >= 1, got 0"),
+        (dict(compress_ratio=None), r"`compress_ratio` must be an int >= 1, got None"),
+        (dict(window=0), r"`window` must be an int >= 1, got 0"),
     ],
 )
 def test_bad_arguments(change, message):

@@ -8,7 +8,7 @@ JAX_VERSION = $(shell $(PY) -c 'import jaxlib; print(jaxlib.__version__)')
 .PHONY: demo test test-all lint types aot bench clean
 
 demo: $(VENV)/.installed
-	$(PY) -m dsa_cp_jax.demo
+	$(PY) -m dsa_cp_jax validate
 
 test: $(VENV)/.installed
 	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not aot"

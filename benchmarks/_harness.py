@@ -25,7 +25,8 @@ def kernel_times(launch: Callable[[int], object], launches: int, before: Callabl
     from jax._src.lib import mosaic_gpu as lib  # the only device timer inside JAX
 
     profiler = lib._mosaic_gpu_ext
-    ready((launch(0), before(0)))
+    result = launch(0)
+    ready((result, before(0)))
     profiler._cupti_init()
     try:
         for i in range(launches):
@@ -72,12 +73,7 @@ def torch_device_us(launch: Callable[[], object], **kwargs) -> tuple[float, floa
     """`device_us` of a call that launches kernels through torch."""
     import torch
 
-    def call(_):
-        result = launch()
-        torch.cuda.synchronize()
-        return result
-
-    return device_us(call, **kwargs)
+    return device_us(lambda _: launch(), ready=lambda _: torch.cuda.synchronize(), **kwargs)
 
 
 @functools.cache

@@ -87,7 +87,8 @@ def load_flashmla(library: str):
     torch.ops.load_library(library)
 
     def prepare(args, sm_scale):
-        q, kv, indices, length, sink = (None if x is None else torch.utils.dlpack.from_dlpack(x) for x in args)
+        q, kv, indices = (torch.from_dlpack(x) for x in args[:3])
+        length, sink = (None if x is None else torch.from_dlpack(x) for x in args[3:])
 
         def launch(i):
             return torch.ops.flash_mla_legacy.sparse_prefill_fwd(

@@ -13,7 +13,7 @@ from pallas_kernels.common import cdiv, check_array, check_int
 
 
 def _with_whole_rows(x) -> jax.Array:
-    """`x` as an array with its first axis on every device: with Explicit axes, rows do not move between ranks unasked."""
+    """`x` as an array with its first axis whole on every device: Explicit axes do not let rows move between ranks."""
     if not hasattr(x, "shape") or not x.shape:
         raise ValueError(f"`x` must be an array [rows, ...], got {x if not hasattr(x, 'shape') else x.shape}.")
     x = jnp.asarray(x)

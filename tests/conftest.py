@@ -36,7 +36,6 @@ def pytest_collection_modifyitems(items):
     gpus = _gpus()
     lacking = {
         "gpu": None if gpus and gpus[0].compute_capability == "9.0" else "needs a Hopper GPU",
-        "multi_gpu": None if len(gpus) > 1 else f"needs two GPUs or more, found {len(gpus)}",
         "aot": (reason := missing_for_aot()) and f"ahead-of-time compilation needs {reason}",
     }
     for item in items:
@@ -47,8 +46,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _device(request):
-    """Tests marked `gpu` or `multi_gpu` run on GPUs, all others on the CPU, also where there is a GPU."""
-    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multi_gpu"):
+    """Tests marked `gpu` run on the GPU, all others on the CPU, also where there is a GPU."""
+    if request.node.get_closest_marker("gpu"):
         yield
     else:
         with jax.default_device(jax.devices("cpu")[0]):

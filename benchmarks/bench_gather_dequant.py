@@ -42,7 +42,7 @@ def slots_of(rng, n: int, page_size: int, num_pages: int, random: bool) -> jax.A
 
 
 def moved_bytes(layout: KVLayout, n: int) -> int:
-    return n * (layout.bytes_per_token + 4 + layout.d * jnp.dtype(layout.dtype).itemsize)
+    return n * (layout.bytes_per_token + 4 + layout.d * layout.dtype.itemsize)
 
 
 def difference(got, want, live: int) -> float:

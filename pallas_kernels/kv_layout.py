@@ -14,6 +14,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common import cdiv, check_array, check_int
 
@@ -35,7 +36,7 @@ class KVLayout:
 
     name: str
     d: int
-    dtype: type = jnp.bfloat16
+    dtype: np.dtype = jnp.dtype(jnp.bfloat16)
     d_fp8: int = 0
     tile: int = 64
     scale_bits: int = 8
@@ -58,7 +59,7 @@ class KVLayout:
     @property
     def plain_bytes(self) -> int:
         """Bytes of a token's plain (not FP8) values."""
-        return (self.d - self.d_fp8) * jnp.dtype(self.dtype).itemsize
+        return (self.d - self.d_fp8) * self.dtype.itemsize
 
     @property
     def scale_stride(self) -> int:
@@ -119,4 +120,4 @@ def check_layout(name: str, layout) -> KVLayout:
 KVLayout.V4 = KVLayout("V4", 512, d_fp8=448, tile=64, scales_behind_page=True, stride_multiple=576)
 KVLayout.V32 = KVLayout("V32", 576, d_fp8=512, tile=128, scale_bits=32)
 KVLayout.BF16 = KVLayout("BF16", 512)
-KVLayout.F32 = KVLayout("F32", 512, dtype=jnp.float32)
+KVLayout.F32 = KVLayout("F32", 512, dtype=jnp.dtype(jnp.float32))

@@ -66,7 +66,7 @@ def dequantize_rows(records: jax.Array, *, layout: KVLayout) -> jax.Array:
     """
     lead = records.shape[:-1]
     plain = records[..., layout.plain_offset : layout.data_bytes]
-    plain = plain.reshape(*lead, layout.d - layout.d_fp8, jnp.dtype(layout.dtype).itemsize)
+    plain = plain.reshape(*lead, layout.d - layout.d_fp8, layout.dtype.itemsize)
     plain = lax.bitcast_convert_type(plain, layout.dtype)
     if not layout.d_fp8:
         return plain

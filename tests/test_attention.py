@@ -18,6 +18,7 @@ from dsa_cp_jax import (
     dsa_prefill_attention_local,
     merge_round_robin,
     split_round_robin,
+    write_kv,
 )
 from pallas_kernels import KVLayout
 from tests.helpers.oracles import assert_close
@@ -377,6 +378,39 @@ def test_empty_shapes_under_shard_map(world, rng):
         none = jnp.zeros((48, 0), jnp.int32)
         out = merge_round_robin(run(split_round_robin(q, 4), plan, *world.arguments("c4", none)), 4, 48)
         assert_close("out", out, world.oracle("c0", q, topk, where), abs_tol=5e-6, rel_tol=0)
+
+
+def test_one_hot_rows_at_cp_8(rng):
+    """Hard case 1: prefix 1000, extend 64, cp 8, one-hot KV, q = 0: outputs count the selected keys, exactly, as at cp 1."""
+    world = World.build(rng, num_reqs=1, max_len=1152, layout=KVLayout.F32, token_capacity=64)
+    one_hot = {"c0": np.eye(512, dtype=np.float32)[np.arange(1152) % 512]}
+    for kind, rows in world.entry_rows.items():
+        one_hot[kind] = np.eye(512, dtype=np.float32)[(7 * np.arange(rows.shape[1]) + 3) % 512]
+    slots = {"c0": world.full_to_swa[world.req_to_token[world.pool_rows[0]]]}
+    for kind, ratio in (("c4", 4), ("c128", 128)):
+        page_size, e = world.pools[kind].page_size, np.arange(len(one_hot[kind]))
+        slots[kind] = world.page_tables[ratio][0, e // page_size] * page_size + e % page_size
+    for kind, pool in world.pools.items():
+        world.pools[kind] = write_kv(pool, jnp.asarray(slots[kind], jnp.int32), jnp.asarray(one_hot[kind]))
+    _, topk, where = world.queries(rng, [1064], [64])
+    q = jnp.zeros((64, 2, 512))
+    for kind in KINDS:
+        outs = []
+        for cp, path in ((8, "sparse"), (8, "dense"), (1, "sparse")):
+            plan = plan_of(world.chunk([1064], [64], cp), config=CONFIG, cp_size=cp)
+            swa, pool, topk_, _ = world.arguments(kind, topk)
+            run = functools.partial(dsa_prefill_attention, kind=kind, config=CONFIG, mesh=cpu_mesh((cp,)), path=path)
+            topk_ = None if topk_ is None else split_round_robin(topk_, cp)
+            outs.append(np.asarray(merge_round_robin(run(split_round_robin(q, cp), plan, swa, pool, topk_), cp, 64)))
+        for g, (_, pos) in enumerate(where):
+            keys = list(one_hot["c0"][pos - 127 : pos + 1])
+            if kind == "c4":
+                keys += [one_hot["c4"][e] for e in np.asarray(topk[g]) if e >= 0]
+            if kind == "c128":
+                keys += list(one_hot["c128"][: (pos + 1) // 128])
+            np.testing.assert_allclose(outs[0][g], np.broadcast_to(np.sum(keys, 0) / len(keys), (2, 512)), rtol=1e-6)
+        np.testing.assert_array_equal(outs[0], outs[2])
+        np.testing.assert_allclose(outs[1], outs[2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("cp", [2, 4])

@@ -130,8 +130,8 @@ def gather_workspace(
         if (compressed_layout.d, compressed_layout.dtype) != (swa_layout.d, swa_layout.dtype):
             raise ValueError(
                 f"`compressed_layout` must give rows like `swa_layout` {swa_layout!r} (d={swa_layout.d}, "
-                f"{jnp.dtype(swa_layout.dtype).name}), got {compressed_layout!r} (d={compressed_layout.d}, "
-                f"{jnp.dtype(compressed_layout.dtype).name})."
+                f"{swa_layout.dtype.name}), got {compressed_layout!r} (d={compressed_layout.d}, "
+                f"{compressed_layout.dtype.name})."
             )
     chosen = resolve_implementation("gather_workspace", implementation, interpret, lambda: _unsupported(*layouts))
     args = jax.tree.map(jnp.asarray, (compressed_pages, compressed_slots, swa_pages, swa_slots))

@@ -52,8 +52,8 @@ class _Pool(NamedTuple):
 def unsupported(*layouts: KVLayout) -> str | None:
     """Why the kernel cannot serve pools of these layouts, or None. Any shape is served, empty ones without a launch."""
     for layout in layouts:
-        if jnp.dtype(layout.dtype) != jnp.bfloat16:
-            return f"rows of layout {layout!r} are {jnp.dtype(layout.dtype).name}, the kernel writes bfloat16 rows."
+        if layout.dtype != jnp.bfloat16:
+            return f"rows of layout {layout!r} are {layout.dtype.name}, the kernel writes bfloat16 rows."
     return None
 
 

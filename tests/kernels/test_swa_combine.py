@@ -69,6 +69,24 @@ def test_hard_case_rows(row):
         assert not np.array_equal(combine(wrong).indices, got.indices)
 
 
+@pytest.mark.parametrize("row", GOLDEN_ROWS, ids=[r[0] for r in GOLDEN_ROWS])
+def test_hard_case_rows_of_every_rank(row):
+    """The first, a middle and the last local row of every rank, against the formula at that row's own position."""
+    _, prefix, extend, cp, ratio, topk, *_ = row
+    first_pos = max(0, prefix - 127)
+    c_max = max((prefix + extend) // ratio, 1) if ratio else 0
+    k = np.array([0, (extend // cp) // 2, extend // cp - 1])
+    pos = (prefix + np.arange(cp)[:, None] + cp * k).reshape(-1)
+    entries = np.broadcast_to(np.arange(topk), (len(pos), topk))
+    got = combine_swa_indices(
+        i32(entries), i32(pos), i32(0 * pos), i32([0]), i32([c_max]), i32([first_pos]), compress_ratio=ratio
+    )
+    for t, p in enumerate(pos):
+        want, length = combine_row(entries[t], p, 0, [0], [c_max], [first_pos], ratio, got.indices.shape[1])
+        np.testing.assert_array_equal(got.indices[t], want)
+        assert got.lengths[t] == length
+
+
 @st.composite
 def batches(draw):
     num_reqs = draw(st.integers(1, 4))

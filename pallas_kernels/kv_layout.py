@@ -36,7 +36,7 @@ class KVLayout:
 
     name: str
     d: int
-    dtype: np.dtype = jnp.dtype(jnp.bfloat16)
+    dtype: np.dtype
     d_fp8: int = 0
     tile: int = 64
     scale_bits: int = 8
@@ -117,7 +117,8 @@ def check_layout(name: str, layout) -> KVLayout:
     return layout
 
 
-KVLayout.V4 = KVLayout("V4", 512, d_fp8=448, tile=64, scales_behind_page=True, stride_multiple=576)
-KVLayout.V32 = KVLayout("V32", 576, d_fp8=512, tile=128, scale_bits=32)
-KVLayout.BF16 = KVLayout("BF16", 512)
-KVLayout.F32 = KVLayout("F32", 512, dtype=jnp.dtype(jnp.float32))
+_BF16, _F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+KVLayout.V4 = KVLayout("V4", 512, _BF16, d_fp8=448, tile=64, scales_behind_page=True, stride_multiple=576)
+KVLayout.V32 = KVLayout("V32", 576, _BF16, d_fp8=512, tile=128, scale_bits=32)
+KVLayout.BF16 = KVLayout("BF16", 512, _BF16)
+KVLayout.F32 = KVLayout("F32", 512, _F32)

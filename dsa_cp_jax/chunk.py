@@ -235,7 +235,7 @@ class ChunkPlan:
         """Rows of query_pos: live, padding and slack."""
         return self.chunk.token_capacity
 
-    def entry_capacity(self, kind: str, page_size: int) -> int:
+    def max_entries(self, kind: str, page_size: int) -> int:
         """Compressed entries per request that the page table of `kind` has room for (static)."""
         return self.chunk.page_tables[compress_ratio(kind)].shape[1] * page_size
 

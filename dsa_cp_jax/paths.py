@@ -60,7 +60,7 @@ def sparse_prefill(
             compressed_layout=compressed_pool.layout, compressed_page_size=page_size, num_compressed=region.count
         )
         compressed_base, swa_base = region.base, swa_base + slots.shape[0]
-        topk = None if topk_indices is not None else plan.entry_capacity(kind, page_size)
+        topk = None if topk_indices is not None else plan.max_entries(kind, page_size)
     workspace = gather_workspace(
         pages,
         slots,
@@ -115,7 +115,7 @@ def dense_prefill(
     if compressed_pool is not None:
         page_size = compressed_pool.page_size
         if topk_indices is None:
-            entry = jnp.arange(plan.entry_capacity(kind, page_size), dtype=jnp.int32)[None]
+            entry = jnp.arange(plan.max_entries(kind, page_size), dtype=jnp.int32)[None]
         else:
             entry = topk_indices
         slots = plan.chunk.compressed_slots(kind, page_size, *jnp.broadcast_arrays(req, entry))

@@ -99,5 +99,40 @@ def test_public_surface():
     } <= set(dsa_cp_jax.__all__)  # fmt: skip
 
 
+SIGNATURES = {
+    "gather_dequant": "pages slots * layout page_size num_slots implementation interpret",
+    "gather_workspace": "compressed_pages compressed_slots swa_pages swa_slots * compressed_layout compressed_page_size"
+    " swa_layout swa_page_size num_compressed num_swa implementation interpret",
+    "combine_swa_indices": "topk_indices query_pos query_req compressed_base swa_base swa_first_pos"
+    " * compress_ratio topk window implementation interpret",
+    "sparse_mla_attention": "q kv indices topk_length attn_sink * sm_scale d_v implementation interpret",
+    "paged_mla_attention": "q pages indices topk_length attn_sink extra_pages extra_indices extra_topk_length"
+    " * layout page_size extra_layout extra_page_size sm_scale d_v implementation interpret",
+    "merge_attention": "out_a lse_a out_b lse_b",
+    "apply_attn_sink": "out lse attn_sink",
+    "quantize_pages": "rows * layout page_size",
+    "write_kv": "pool slots rows",
+    "make_plan": "chunk config * cp_size",
+    "split_round_robin": "x cp_size",
+    "merge_round_robin": "x cp_size n",
+    "can_use_sparse_prefill": "q_num_rows extend_lens * is_cp_round_robin cp_num_rows cp_size",
+    "sparse_prefill_predicate": "num_reqs num_tokens * cp_size",
+    "dsa_prefill_attention": "q plan swa_pool compressed_pool topk_indices attn_sink"
+    " * kind config mesh cp_axis head_axis path implementation interpret",
+    "dsa_prefill_attention_local": "q plan swa_pool compressed_pool topk_indices attn_sink"
+    " * kind config cp_axis path implementation interpret",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    """Other code is written against these: arrays in this order, statics by keyword. New keywords may be added."""
+    function = getattr(pallas_kernels, name, None) or getattr(dsa_cp_jax, name)
+    arrays, _, statics = SIGNATURES[name].partition("* ")
+    parameters = inspect.signature(function).parameters.values()
+    assert [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD] == arrays.split()
+    assert set(statics.split()) <= {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
+
+
 def test_goldens_are_small():
     assert sum(p.stat().st_size for p in (ROOT / "tests" / "golden").rglob("*") if p.is_file()) < 25e6

@@ -13,18 +13,22 @@ from jax.sharding import PartitionSpec as P
 from dsa_cp_jax import (
     DSAConfig,
     KVPool,
+    PrefillChunk,
     attention,
     dsa_prefill_attention,
     dsa_prefill_attention_local,
+    make_plan,
     merge_round_robin,
     split_round_robin,
     write_kv,
 )
 from pallas_kernels import KVLayout
+from tests.helpers.aot import h200_mesh
 from tests.helpers.oracles import assert_close
 from tests.helpers.world import CONFIG, World, cpu_mesh, plan_of, traced_once
 
 KINDS = ("c0", "c4", "c128")
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # seq_lens, extend_lens and whether round-robin CP takes the sparse path. Capacity 48 rows.
 FULL, SHORT, PADDED, MULTI = ([600], [48]), ([127 + 24], [24]), ([300], [47]), ([140, 9, 600], [12, 9, 20])
 CASES = {
@@ -197,7 +201,7 @@ def test_meshes(world, rng, shape, names, reverse, axis_type):
     out = merge_round_robin(out, cp, 48)
     assert_close("out", out, world.oracle("c4", q, topk, where), abs_tol=5e-6, rel_tol=0)
     hlo = run.lower(*args).compile().as_text()
-    assert not [op for op in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if f" {op}(" in hlo]
+    assert not [op for op in COLLECTIVES if f" {op}(" in hlo]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -436,10 +440,46 @@ def test_a_kind_without_page_table(world, rng):
         dsa_prefill_attention(q, plan, *world.arguments("c128", topk), kind="c128", config=CONFIG, mesh=cpu_mesh((4,)))
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_path_compiles_for_h200s(kind, gpus):
+    """The sharded entry with its kernels, V4-Flash sizes, for GPUs that need not be there: no collective in it."""
+    config, capacity = DSAConfig.deepseek_v4_flash(), 1024
+    mesh = h200_mesh((gpus,), ("cp",))
+    chunk = PrefillChunk.build(
+        seq_lens=[4096], extend_lens=[capacity], req_pool_indices=[0], req_to_token=np.arange(4096)[None],
+        full_to_swa=np.arange(4096), page_tables={4: np.arange(16)[None], 128: np.arange(16)[None]},
+        token_capacity=capacity, cp_size=gpus,
+    )  # fmt: skip
+    plan = jax.eval_shape(functools.partial(make_plan, config=config, cp_size=gpus), chunk)
+    pools = [jax.eval_shape(lambda p=p: KVPool.zeros(16, layout=KVLayout.V4, page_size=p)) for p in (256, 64, 2)]
+    args = [
+        jax.ShapeDtypeStruct((capacity, 64, 512), jnp.bfloat16),
+        plan,
+        pools[0],
+        {"c0": None, "c4": pools[1], "c128": pools[2]}[kind],
+        jax.ShapeDtypeStruct((capacity, 512), jnp.int32) if kind == "c4" else None,
+        jax.ShapeDtypeStruct((64,), jnp.float32),
+    ]
+    specs = [P("cp"), P(), P(), P(), P("cp"), P()]
+    args = [
+        jax.tree.map(lambda x, s=s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, s)), arg)
+        for arg, s in zip(args, specs)
+    ]
+
+    def run(*args):
+        return dsa_prefill_attention(
+            *args, kind=kind, config=config, mesh=mesh, path="sparse", implementation="mosaic_gpu"
+        )
+
+    text = jax.jit(run).lower(*args).compile().as_text()
+    assert text.count("mosaic_gpu") >= 3  # gather, combine, attention
+    assert not [op for op in COLLECTIVES if f" {op}(" in text or f" {op}-start(" in text]
+
+
 def test_presets_lower_at_full_size():
     """V4-Flash and V4-Pro sizes trace without a device of that size: shapes, dtypes and statics only."""
-    from dsa_cp_jax import PrefillChunk
-
     config = DSAConfig.deepseek_v4_flash()
     chunk = PrefillChunk.build(
         seq_lens=[4096], extend_lens=[4096], req_pool_indices=[0], req_to_token=np.arange(8192)[None],

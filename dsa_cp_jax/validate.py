@@ -23,6 +23,7 @@ from flax import nnx
 from dsa_cp_jax.config import DSAConfig
 from dsa_cp_jax.engine import Arm, ChunkResult, Engine
 from dsa_cp_jax.model import Decoder
+from dsa_cp_jax.progress import Progress
 from dsa_cp_jax.prompts import Prompt, PromptError, check_fits, default_prompts, read_prompt
 from pallas_kernels.common import cdiv
 
@@ -104,26 +105,6 @@ def compare_logits(logits: dict[str, np.ndarray], reference: str) -> tuple[float
     ties = top[:, 1] - top[:, 0] < TIE_FACTOR * difference
     differs = np.any([other.argmax(-1) != ours.argmax(-1) for other in logits.values()], axis=0)
     return difference, ties, differs
-
-
-class Progress:
-    """A progress bar on a terminal's standard error; silent elsewhere."""
-
-    def __init__(self, total: int):
-        self.total, self.done, self.shown = max(total, 1), 0, sys.stderr.isatty()
-
-    def advance(self, what: str) -> None:
-        """One more unit is done; `what` says where we are."""
-        self.done += 1
-        if self.shown:
-            full = 30 * self.done // self.total
-            text = f"\r[{'#' * full}{'.' * (30 - full)}] {100 * self.done // self.total:3d}% {what}"
-            print(f"{text[:110]:<110}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Removes the bar."""
-        if self.shown:
-            print(f"\r{'':<110}\r", end="", file=sys.stderr, flush=True)
 
 
 def prefill(engine: Engine, arm: Arm, prompt: Prompt, progress: Progress):
@@ -294,15 +275,13 @@ def validate(engine: Engine, prompts: list[Prompt], bound: float) -> dict:
     if not len(control_prompt):
         raise PromptError(f"No prompt has cp_size={cp_size} tokens or more: nothing would run sparse.")
     chunks = [cdiv(len(p), engine.token_capacity) for p in prompts]
-    progress = Progress(len(arms) * (sum(chunks) + len(prompts) * (NEW_TOKENS - 1)) + 2 * chunks[longest])
-    try:
+    total = len(arms) * (sum(chunks) + len(prompts) * (NEW_TOKENS - 1)) + 2 * chunks[longest]
+    with Progress(total) as progress:
         reports, firsts = zip(*(run_prompt(engine, arms, prompt, progress) for prompt in prompts))
         right = firsts[longest]
         if len(control_prompt) < len(uncut):
             right = prefill(engine, arms[0], control_prompt, progress)[1][-1].logits
         control = run_control(engine, control_prompt, right, progress)
-    finally:
-        progress.clear()
     failures = find_failures(reports, control, bound)
     seconds = time.perf_counter() - begin
 

@@ -28,6 +28,7 @@ from tests.helpers.oracles import assert_close
 from tests.helpers.world import CONFIG, World, cpu_mesh, plan_of, traced_once
 
 KINDS = ("c0", "c4", "c128")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # seq_lens, extend_lens and whether round-robin CP takes the sparse path. Capacity 48 rows.
 FULL, SHORT, PADDED, MULTI = ([600], [48]), ([127 + 24], [24]), ([300], [47]), ([140, 9, 600], [12, 9, 20])
@@ -66,7 +67,7 @@ def entry(kind, cp, path="auto", capacity=48, dtype=np.float32):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("cp", [1, slow(2), slow(3), 4, slow(8)])
 def test_every_chunk_and_cp_size(world, rng, kind, cp):
     """All cases in one compiled function = the float64 oracle, slack rows 0, whatever path the gate takes."""
     for seq, extend, _ in CASES.values():
@@ -78,7 +79,7 @@ def test_every_chunk_and_cp_size(world, rng, kind, cp):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cp", [2, 8])
+@pytest.mark.parametrize("cp", [slow(2), 8])
 def test_arms_agree(world, rng, kind, cp):
     """sparse + CP = dense + CP = cp 1, within float32 rounding; sparse + CP is right for padded chunks too."""
     for seq, extend, _ in (CASES["full"], CASES["padded"], CASES["multi"]):

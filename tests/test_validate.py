@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 import json
@@ -92,6 +93,15 @@ def test_ctrl_c_leaves_no_json(tmp_path):
         job.kill()
     assert job.returncode == 130 and "interrupted" in err, err
     assert os.listdir(tmp_path) == []
+
+
+def test_a_lost_interrupt_comes_through():
+    """An interrupt that is swallowed where it is raised (as in a callback) ends the job at its next step."""
+    with pytest.raises(KeyboardInterrupt), validate.Progress(4) as bar:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        bar.advance("next")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("arguments", [["--cp", "1"], ["--pages", "0"], ["--json", "/no/such/place/r.json"]])

@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 	$(PY) -m dsa_cp_jax validate
 
 test: $(VENV)/.installed
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not aot"
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not aot" --durations=15
 
 test-all: $(VENV)/.installed
 	$(PY) -m pytest -n 2 --dist loadfile

@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+from typing import Any
 
 
 class Progress:
@@ -14,7 +15,8 @@ class Progress:
 
     def __init__(self, total: int):
         self.total, self.done, self.shown = max(total, 1), 0, sys.stderr.isatty()
-        self.interrupted, self.handler = False, None
+        self.interrupted = False
+        self.handler: Any = None  # what was there before
 
     def __enter__(self) -> "Progress":
         if threading.current_thread() is threading.main_thread():

@@ -79,6 +79,20 @@ def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sin
             raise ValueError(f"`{name}` must hold slot {highest} of the chunk's KV, got {pool.num_slots} slots.")
 
 
+def check_cp(plan: ChunkPlan, cp_axis: str | None):
+    """This rank's number on `cp_axis`, 0 without one; ValueError unless the plan is made for an axis of that size."""
+    _check_type("plan", plan, ChunkPlan)
+    cp_size, cp_rank = 1, 0
+    if cp_axis is not None:
+        try:
+            cp_size, cp_rank = lax.axis_size(cp_axis), lax.axis_index(cp_axis)
+        except NameError:
+            raise ValueError(f"`cp_axis` must be a manual axis of a surrounding shard_map, got {cp_axis!r}.") from None
+    if cp_size != plan.cp_size:
+        raise ValueError(f"`plan` must be made for cp_size={cp_size} (axis {cp_axis!r}), got cp_size={plan.cp_size}.")
+    return cp_rank
+
+
 def dsa_prefill_attention_local(
     q,
     plan: ChunkPlan,
@@ -111,16 +125,9 @@ def dsa_prefill_attention_local(
     Raises:
       ValueError: as `dsa_prefill_attention`, or an axis whose size is not plan.cp_size.
     """
-    _check_type("plan", plan, ChunkPlan)
+    cp_rank = check_cp(plan, cp_axis)
     _check_type("config", config, DSAConfig)
-    cp_size, cp_rank = 1, 0
-    if cp_axis is not None:
-        try:
-            cp_size, cp_rank = lax.axis_size(cp_axis), lax.axis_index(cp_axis)
-        except NameError:
-            raise ValueError(f"`cp_axis` must be a manual axis of a surrounding shard_map, got {cp_axis!r}.") from None
-    if cp_size != plan.cp_size:
-        raise ValueError(f"`plan` must be made for cp_size={cp_size} (axis {cp_axis!r}), got cp_size={plan.cp_size}.")
+    cp_size = plan.cp_size
     _check(
         q,
         plan,

@@ -148,7 +148,8 @@ class Indexer(nnx.Module):
           keys: [slots of the c4 pool, index_head_dim], an entry's key in its entry's slot; the chunk's own are written.
 
         Returns:
-          [rows, min(topk, entries that the page tables hold)] int32 request-local entries, -1 where there is none.
+          [rows, min(topk, capacity of the compressed region)] int32 request-local entries, -1 where there is none. With
+          plan.overflow, entries past that capacity are not among them.
         """
         region = plan.compressed["c4"]
         keys = keys.at[region.slots].get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(jnp.float32)
@@ -166,6 +167,6 @@ class Indexer(nnx.Module):
         base = region.base.at[query_req].get(mode="fill", fill_value=0, wrap_negative_indices=False)[:, None]
         entry = jnp.arange(keys.shape[0], dtype=jnp.int32) - base
         visible = jnp.where(query_req >= 0, visible_entries(query_pos, "c4"), 0)[:, None]
-        scores = jnp.where((entry >= 0) & (entry < visible), scores, -jnp.inf)
+        scores = jnp.where((entry >= 0) & (entry < visible) & (region.slots >= 0), scores, -jnp.inf)
         best, column = lax.top_k(scores, min(self.topk, keys.shape[0]))
         return jnp.where(best > -jnp.inf, column - base, -1)

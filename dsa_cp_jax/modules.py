@@ -19,7 +19,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from dsa_cp_jax.attention import dsa_prefill_attention_local
+from dsa_cp_jax.attention import check_cp, dsa_prefill_attention_local
 from dsa_cp_jax.chunk import ChunkPlan
 from dsa_cp_jax.compressor import Compressor, Indexer, closing_entries
 from dsa_cp_jax.config import DSAConfig, compress_ratio
@@ -27,6 +27,7 @@ from dsa_cp_jax.kv_cache import KVPool, write_kv
 from dsa_cp_jax.layers import RMSNorm, apply_rope, rms_normalize, rope_angles, rope_frequencies
 from dsa_cp_jax.round_robin import rank_rows
 from pallas_kernels import KVLayout, quantize_rows
+from pallas_kernels.common import check_array
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +49,10 @@ class CompressedCache:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """What a layer remembers from chunk to chunk. Replicated over the CP axis.
+
+    The rings hold the last tokens that a request had here, so a request must begin at position 0 in its own row of
+    req_to_token: a prefix that another request computed may be shared only up to a multiple of the compress ratio for
+    c128, and not at all for c4, whose windows overlap, unless the caller copies that request's ring rows as well.
 
     Attributes:
       swa: the SWA pool.
@@ -141,7 +146,7 @@ class DSAAttention(nnx.Module):
         return LayerCache(swa=swa, compressed=compressed, index=index)
 
     def write(self, x, angles, plan: ChunkPlan, cache: LayerCache, *, cp_axis: str | None) -> LayerCache:
-        """Writes the chunk's KV, and the compressed entries and keys that it completes. The one collective is in here.
+        """Writes the chunk's KV, and the compressed entries and keys that it completes. The one exchange is in here.
 
         Args:
           x: [rows, hidden_size], this rank's rows.
@@ -195,10 +200,23 @@ class DSAAttention(nnx.Module):
           [token_capacity / cp_size, hidden_size] in x's dtype, unspecified in padding and slack rows; the new cache.
 
         Raises:
-          ValueError: as `dsa_prefill_attention`.
+          ValueError: as `dsa_prefill_attention`; an x of another shape, a cache with too few state rows.
         """
-        config, rows = self.config, x.shape[0]
-        cp_rank = 0 if cp_axis is None else lax.axis_index(cp_axis)
+        config = self.config
+        cp_rank = check_cp(plan, cp_axis)
+        rows = plan.token_capacity // plan.cp_size
+        check_array("x", x, (jnp.bfloat16, jnp.float32), rows=rows, hidden_size=config.hidden_size)
+        ratio = compress_ratio(self.kind)
+        if ratio and self.kind not in plan.compressed:
+            raise ValueError(
+                f"`plan` must be made from page_tables[{ratio}] for a {self.kind} block, its chunk has none."
+            )
+        requests = plan.chunk.req_to_token.shape[0]
+        if cache.compressed is not None and cache.compressed.state.shape[0] < requests:
+            raise ValueError(
+                f"`cache` must have state_rows={requests} or more (rows of req_to_token), got "
+                f"{cache.compressed.state.shape[0]}."
+            )
         query_pos, query_req = (rank_rows(y, plan.cp_size, cp_rank) for y in (plan.query_pos, plan.query_req))
         angles = rope_angles(query_pos, self.frequencies)
         cache = self.write(x, angles, plan, cache, cp_axis=cp_axis)

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +99,7 @@ def compare_logits(logits: dict[str, np.ndarray], reference: str) -> tuple[float
     of ties, that make different tokens a failure.
     """
     ours = logits[reference]
-    difference = max(float(np.abs(other - ours).max()) for other in logits.values())
+    difference = float(np.max([np.abs(other - ours).max() for other in logits.values()]))  # NaN if there is one
     top = np.sort(ours, axis=-1)[:, -2:]
     ties = top[:, 1] - top[:, 0] < TIE_FACTOR * difference
     differs = np.any([other.argmax(-1) != ours.argmax(-1) for other in logits.values()], axis=0)
@@ -228,15 +227,14 @@ def print_table(reports: Sequence[PromptReport]) -> None:
 
 def write_json(path: Path, data: dict) -> None:
     """Writes a file whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w") as file:
+        with temporary.open("w") as file:
             json.dump(data, file, indent=1)
             file.write("\n")
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -295,7 +293,7 @@ def validate(engine: Engine, prompts: list[Prompt], bound: float) -> dict:
     print(
         f"{'FAILED' if failures else 'passed'}: {len(reports)} prompts, arms {', '.join(a.name for a in arms)}: "
         f"{steps} steps, {ties} ties, largest logit difference "
-        f"{max(r.max_logit_difference for r in reports):.1e} (bound {bound:.0e}), {seconds:.0f} s"
+        f"{np.max([r.max_logit_difference for r in reports]):.1e} (bound {bound:.0e}), {seconds:.0f} s"
     )
     for failure in failures:
         print(f"  {failure}")
@@ -332,8 +330,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.pages = args.pages if args.pages is not None else 12 if args.quick else 48
     if args.pages < 1:
         parser.error(f"--pages must be at least 1, got {args.pages}")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no directory {str(args.json.absolute().parent)!r}")
+    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
+        parser.error(f"--json must be a file in an existing directory, got {str(args.json)!r}")
+    if args.show_bug is not None and (args.show_bug.suffix != ".png" or not args.show_bug.absolute().parent.is_dir()):
+        parser.error(f"--show-bug must be a .png file in an existing directory, got {str(args.show_bug)!r}")
     return args
 
 
@@ -346,11 +346,11 @@ def main(argv: list[str] | None = None) -> int:
 
             return show_bug(args.show_bug, cp_size=args.cp or 4)
         prompts = [read_prompt(path) for path in args.prompt_file or ()]
-        for prompt in prompts:
-            check_fits(prompt, new_tokens=NEW_TOKENS, pages=args.pages, page_size=CONFIG.swa_page_size)
         devices = pick_devices(args.cp)
         cp_size = len(devices)
         prompts = prompts or default_prompts(cp_size, quick=args.quick)
+        for prompt in prompts:
+            check_fits(prompt, new_tokens=NEW_TOKENS, pages=args.pages, page_size=CONFIG.swa_page_size)
         dtype = jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16
         with jax.default_device(devices[0]), jax.default_matmul_precision("highest"):
             capacity = cdiv(1024, cp_size) * cp_size
@@ -361,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.json is not None:
             write_json(args.json, report)
         return 0 if report["passed"] else 1
-    except PromptError as error:
+    except (PromptError, OSError) as error:
         print(f"dsa-cp: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

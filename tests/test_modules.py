@@ -26,7 +26,7 @@ def test_golden_transformers(name, cp_size):
     x, n = golden["hidden_states"], len(golden["hidden_states"])
     np.testing.assert_array_equal(golden["positions"], np.arange(n))
     runner = BlockRunner(block, cp_size=cp_size, token_capacity=n, num_reqs=1)
-    for lens in ([n], [1, 130, 3, 125, 2, n - 261]):
+    for lens in ([n], [1, 130, 3, 125, 2, n - 261], [4, 132, 3, 125, 8, n - 272]):
         seen = runner.run([x], [[(0, length)] for length in lens])
         np.testing.assert_allclose(seen.output[0], golden["output"], rtol=0, atol=2e-5)
         angles = rope_angles(jnp.arange(0, n, 8), rope_frequencies(block.config, block.kind))
@@ -45,8 +45,8 @@ def small_block(kind: str) -> DSAAttention:
 
 
 @functools.cache
-def small_runner(kind: str, cp_size: int) -> BlockRunner:
-    return BlockRunner(small_block(kind), cp_size=cp_size, token_capacity=300)
+def small_runner(kind: str, cp_size: int, gate: str = "seed") -> BlockRunner:
+    return BlockRunner(small_block(kind), cp_size=cp_size, token_capacity=300, gate=gate)
 
 
 @functools.cache
@@ -78,10 +78,10 @@ def schedules(draw):
 
 @pytest.mark.parametrize("kind", ["c0", "c4", "c128"])
 @settings(max_examples=8, phases=(Phase.reuse, Phase.generate))  # shrinking would take minutes
-@given(schedule=schedules(), cp_size=st.sampled_from([1, 4]))
-def test_any_schedule_of_chunks_gives_what_each_request_gives_alone(kind, schedule, cp_size):
+@given(schedule=schedules(), how=st.sampled_from([(1, "seed"), (4, "seed"), (4, "wide")]))
+def test_any_schedule_of_chunks_gives_what_each_request_gives_alone(kind, schedule, how):
     totals = [sum(n for chunk in schedule for i, n in chunk if i == request) for request in range(NUM_REQS)]
-    seen = small_runner(kind, cp_size).run([tokens(i)[:n] for i, n in enumerate(totals)], schedule)
+    seen = small_runner(kind, *how).run([tokens(i)[:n] for i, n in enumerate(totals)], schedule)
     for request, n in enumerate(totals):
         if n:
             np.testing.assert_allclose(seen.output[request], alone(kind, request)[:n], rtol=0, atol=2e-5)
@@ -266,3 +266,29 @@ def test_presets_and_errors():
         DSAAttention(dataclasses.replace(SMALL, index_head_dim=32), "c4", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`kind` must be one of"):
         DSAAttention(SMALL, "c8", rngs=nnx.Rngs(0))
+
+
+def test_bad_calls():
+    """Mistakes are named before anything is computed."""
+    block = small_block("c4")
+    runner = BlockRunner(block, cp_size=1, token_capacity=8)
+    plan = make_plan(runner.chunk([0], [0], [8]), SMALL, cp_size=1)
+    x, cache = jnp.zeros((8, SMALL.hidden_size)), runner.cache()
+
+    def call(x=x, plan=plan, cache=cache, cp_axis=None):
+        jax.eval_shape(lambda: block(x, plan, cache, cp_axis=cp_axis))
+
+    with pytest.raises(ValueError, match=rf"`x` must have shape \[rows=8, hidden_size={SMALL.hidden_size}\]"):
+        call(x=x[:6])
+    with pytest.raises(ValueError, match="`x` must have dtype bfloat16 or float32, got int32"):
+        call(x=x.astype(jnp.int32))
+    with pytest.raises(ValueError, match="`cp_axis` must be a manual axis"):
+        call(cp_axis="cp")
+    with pytest.raises(ValueError, match=r"`plan` must be made for cp_size=1 \(axis None\), got cp_size=2"):
+        call(plan=make_plan(runner.chunk([0], [0], [8]), SMALL, cp_size=2))
+    few = block.init_cache(layout=KVLayout.F32, swa_pages=1, compressed_pages=1, state_rows=1)
+    with pytest.raises(ValueError, match=f"`cache` must have state_rows={NUM_REQS} or more .*got 1"):
+        call(cache=few)
+    no_table = dataclasses.replace(plan, compressed={})
+    with pytest.raises(ValueError, match=r"`plan` must be made from page_tables\[4\] for a c4 block"):
+        call(plan=no_table)

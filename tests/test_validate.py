@@ -81,7 +81,13 @@ def test_write_json_is_all_or_nothing(tmp_path, monkeypatch):
 def test_ctrl_c_leaves_no_json(tmp_path):
     """A real interrupt of a real run, in the middle of it."""
     file = tmp_path / "report.json"
-    code = "import sys; from dsa_cp_jax.validate import main; print('ready', flush=True); sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background starts with it ignored
+        "from dsa_cp_jax.validate import main\n"
+        "print('ready', flush=True)\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
     command = [sys.executable, "-c", code, "validate", "--quick", "--json", str(file)]
     job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -97,14 +103,25 @@ def test_ctrl_c_leaves_no_json(tmp_path):
 
 def test_a_lost_interrupt_comes_through():
     """An interrupt that is swallowed where it is raised (as in a callback) ends the job at its next step."""
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), validate.Progress(4) as bar:
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         bar.advance("next")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("arguments", [["--cp", "1"], ["--pages", "0"], ["--json", "/no/such/place/r.json"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--cp", "1"],
+        ["--pages", "0"],
+        ["--json", "/no/such/place/r.json"],
+        ["--json", "."],
+        ["--show-bug", "/no/such/place/x.png"],
+        ["--show-bug", "x.foo"],
+    ],
+)
 def test_bad_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as error:
         main(["validate", *arguments])
@@ -114,6 +131,17 @@ def test_bad_arguments(arguments, capsys):
 def test_too_few_devices(capsys):
     assert main(["validate", "--cp", "64"]) == 2
     assert "--cp 64 needs 64 devices" in capsys.readouterr().err
+
+
+def test_default_prompts_that_do_not_fit(capsys):
+    assert main(["validate", "--quick", "--pages", "4"]) == 2
+    assert "needs 11 pages of 256 tokens, the pool has 4; pass --pages 11" in capsys.readouterr().err
+
+
+def test_nan_logits_do_not_pass():
+    nan = np.array([[0.0, np.nan, 1.0]])
+    difference, _, _ = compare_logits({"ref": np.array([[0.0, 3.0, 1.0]]), "b": nan}, "ref")
+    assert np.isnan(difference)
 
 
 def test_compare_logits():

@@ -91,9 +91,16 @@ class BlockRunner:
     """Runs a block of one capacity and cp_size; refuses to be traced twice."""
 
     def __init__(
-        self, block: DSAAttention, *, cp_size: int, token_capacity: int, num_reqs: int = NUM_REQS, layout=KVLayout.F32
+        self,
+        block: DSAAttention,
+        *,
+        cp_size: int,
+        token_capacity: int,
+        num_reqs: int = NUM_REQS,
+        layout=KVLayout.F32,
+        gate: str = "seed",
     ):
-        self.block, self.cp_size, self.layout = block, cp_size, layout
+        self.block, self.cp_size, self.layout, self.gate = block, cp_size, layout, gate
         self.token_capacity, self.num_reqs = -(-token_capacity // cp_size) * cp_size, num_reqs
         self.config, rng = block.config, np.random.default_rng(7)
         slots = num_reqs * MAX_LEN
@@ -119,7 +126,7 @@ class BlockRunner:
         return seen | dict(output=output), cache
 
     def _step(self, block, x, chunk, cache):
-        plan = make_plan(chunk, self.config, cp_size=self.cp_size)
+        plan = make_plan(chunk, self.config, cp_size=self.cp_size, gate=self.gate)
         if self.cp_size == 1:
             return self._rank_local(block, x, plan, cache, cp_axis=None)
         run = shard_over_cp(functools.partial(self._rank_local, cp_axis="cp"), self.mesh)
@@ -159,7 +166,7 @@ class BlockRunner:
             order, extend_lens = zip(*chunk_requests)
             rows = [inputs[i][done[i] : done[i] + n] for i, n in chunk_requests]
             x = np.concatenate(rows)
-            slack = np.full((self.token_capacity - len(x), x.shape[1]), 3.0, np.float32)
+            slack = np.full((self.token_capacity - len(x), x.shape[1]), np.nan, np.float32)
             chunk = self.chunk(order, [done[i] for i in order], extend_lens)
             seen, cache = self.step(self.block, jnp.asarray(np.concatenate([x, slack])), chunk, cache)
             start = 0

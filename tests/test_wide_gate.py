@@ -58,19 +58,19 @@ CP_SIZES = [4, *(pytest.param(cp, marks=pytest.mark.slow) for cp in (1, 2, 3, 8)
 @pytest.mark.parametrize("cp", CP_SIZES)
 def test_equals_the_oracle_and_dense(world, kind, cp):
     """Any batch, one compiled function: sparse = dense = the float64 oracle, slack rows 0."""
-    rng = np.random.default_rng(cp)
 
     @given(batches())
     @settings(max_examples=6)
     def check(batch):
         seq, extend = batch
+        rng = np.random.default_rng(sum(seq))
         q, topk, where = world.queries(rng, seq, extend)
         plan = wide_plan(world.chunk(seq, extend, cp), cp_size=cp)
         assert bool(plan.use_sparse) == (len(where) > 0)
         args = q, plan, *world.arguments(kind, topk)
         sparse, dense = entry(kind, cp)(*args), entry(kind, cp, "dense")(*args)
-        assert_close("sparse", sparse, world.oracle(kind, q, topk, where), abs_tol=5e-6, rel_tol=0)
-        np.testing.assert_allclose(sparse, dense, atol=3e-6)
+        assert_close("sparse", sparse, world.oracle(kind, q, topk, where), abs_tol=1e-5, rel_tol=0)
+        np.testing.assert_allclose(sparse, dense, atol=1e-5)
         assert (sparse[len(where) :] == 0).all()
 
     check()
@@ -161,7 +161,7 @@ def test_cutting_a_prompt_changes_nothing(world, rng):
         plan = wide_plan(world.chunk([start + done + size], [size], 4), cp_size=4)
         part = [jnp.zeros_like(x).at[:size].set(x[done : done + size]) for x in (q, topk)]
         out = entry("c4", 4)(part[0], plan, swa, c4, part[1], sink)
-        assert_close("out", out[:size], whole[done : done + size], abs_tol=5e-6, rel_tol=0)
+        assert_close("out", out[:size], whole[done : done + size], abs_tol=1e-5, rel_tol=0)
         done += size
     assert done == n
 
@@ -186,7 +186,7 @@ def test_entry_capacity(world, rng):
         mesh=cpu_mesh(),
     )
     out = merge_round_robin(out, 4, CAPACITY)
-    assert_close("out", out, world.oracle("c4", q, topk, where), abs_tol=5e-6, rel_tol=0)
+    assert_close("out", out, world.oracle("c4", q, topk, where), abs_tol=1e-5, rel_tol=0)
 
     message = rf"`entry_capacities\[4\]` must be >= the batch's {entries} entries, got {entries - 1}"
     with pytest.raises(ValueError, match=message):

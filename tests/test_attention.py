@@ -25,7 +25,7 @@ from dsa_cp_jax import (
 from pallas_kernels import KVLayout
 from tests.helpers.aot import h200_mesh
 from tests.helpers.oracles import assert_close
-from tests.helpers.world import CONFIG, World, cpu_mesh, plan_of, traced_once
+from tests.helpers.world import CONFIG, World, cpu_mesh, entry, plan_of, traced_once
 
 KINDS = ("c0", "c4", "c128")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -48,22 +48,6 @@ CASES = {
 @pytest.fixture(scope="module")
 def world():
     return World.build(np.random.default_rng(1))
-
-
-@functools.cache
-def entry(kind, cp, path="auto", capacity=48, dtype=np.float32):
-    """The entry under jit, chunk order in and out, counted: one trace for all lengths."""
-    mesh = cpu_mesh((cp,))
-
-    @jax.jit
-    @traced_once
-    def run(q, plan, swa_pool, compressed_pool, topk, sink):
-        topk = None if topk is None else split_round_robin(topk, cp)
-        args = (split_round_robin(q, cp), plan, swa_pool, compressed_pool, topk, sink)
-        out = dsa_prefill_attention(*args, kind=kind, config=CONFIG, mesh=mesh, path=path)
-        return merge_round_robin(out, cp, q.shape[0])
-
-    return run
 
 
 @pytest.mark.parametrize("kind", KINDS)

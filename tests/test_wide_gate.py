@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,31 +12,18 @@ from hypothesis import given, settings
 from dsa_cp_jax import dsa_prefill_attention, make_plan, merge_round_robin, split_round_robin
 from pallas_kernels import combine_swa_indices
 from tests.helpers.oracles import assert_close
-from tests.helpers.world import CONFIG, World, cpu_mesh, plan_of, traced_once
+from tests.helpers.world import CONFIG, World, cpu_mesh, plan_of
+from tests.helpers.world import entry as world_entry
 
 CAPACITY = 240
 KINDS = ("c0", "c4", "c128")
+entry = functools.partial(world_entry, capacity=CAPACITY)
 wide_plan = functools.partial(plan_of, config=CONFIG, gate="wide")
 
 
 @pytest.fixture(scope="module")
 def world():
     return World.build(np.random.default_rng(2), num_reqs=8, max_len=2304, token_capacity=CAPACITY)
-
-
-@functools.cache
-def entry(kind, cp, path="auto"):
-    mesh = cpu_mesh((cp,))
-
-    @jax.jit
-    @traced_once
-    def run(q, plan, swa_pool, compressed_pool, topk, sink):
-        topk = None if topk is None else split_round_robin(topk, cp)
-        args = (split_round_robin(q, cp), plan, swa_pool, compressed_pool, topk, sink)
-        out = dsa_prefill_attention(*args, kind=kind, config=CONFIG, mesh=mesh, path=path)
-        return merge_round_robin(out, cp, q.shape[0])
-
-    return run
 
 
 @st.composite

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dsa_cp_jax import DSAConfig, KVPool, PrefillChunk, make_plan, write_kv
+from dsa_cp_jax import (
+    DSAConfig,
+    KVPool,
+    PrefillChunk,
+    dsa_prefill_attention,
+    make_plan,
+    merge_round_robin,
+    split_round_robin,
+    write_kv,
+)
 from dsa_cp_jax.config import LAYER_KINDS
 from pallas_kernels import KVLayout, quantize_rows
 from pallas_kernels.kv_rows import dequantize_rows
@@ -39,6 +48,22 @@ def cpu_mesh(shape=(4,), names=("cp",), axis_types=None, reverse=False) -> Mesh:
     """A mesh of virtual CPU devices."""
     devices = jax.devices("cpu")[: int(np.prod(shape))]
     return Mesh(np.array(devices[::-1] if reverse else devices).reshape(shape), names, axis_types=axis_types)
+
+
+@functools.cache
+def entry(kind, cp, path="auto", capacity=48, dtype=np.float32):
+    """The sharded entry under jit, chunk order in and out: one trace for all lengths of a capacity and dtype."""
+    mesh = cpu_mesh((cp,))
+
+    @jax.jit
+    @traced_once
+    def run(q, plan, swa_pool, compressed_pool, topk, sink):
+        topk = None if topk is None else split_round_robin(topk, cp)
+        args = (split_round_robin(q, cp), plan, swa_pool, compressed_pool, topk, sink)
+        out = dsa_prefill_attention(*args, kind=kind, config=CONFIG, mesh=mesh, path=path)
+        return merge_round_robin(out, cp, q.shape[0])
+
+    return run
 
 
 @dataclasses.dataclass

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsa_cp_jax.attention import dsa_prefill_attention_local
@@ -80,8 +81,9 @@ class Engine:
         """Sets up tables and programs; nothing is compiled before it is used.
 
         Args:
-          model: the decoder.
-          devices: one per rank.
+          model: the decoder, the same in every process.
+          devices: one per rank; with several processes, those of all of them. The arm without CP runs on the first
+            device of its own process, in each.
           token_capacity: most tokens of a chunk, divisible by the number of devices.
           pages: size of the pools, in SWA pages.
           attention_dtype: what q is cast to for the attention; the kernels take bfloat16.
@@ -89,7 +91,8 @@ class Engine:
         self.model, self.pages, self.token_capacity = model, pages, token_capacity
         self.attention_dtype = attention_dtype
         self.config = config = model.layers[0].attention.config
-        self.mesh = {n: Mesh(np.array(devices[:n]), (CP_AXIS,)) for n in {1, len(devices)}}
+        alone = next(device for device in devices if device.process_index == jax.process_index())
+        self.mesh = {n: Mesh(np.array(group), (CP_AXIS,)) for n, group in {1: [alone], len(devices): devices}.items()}
         self.placed_model = {n: self._place(n, model) for n in self.mesh}
         self.num_positions = pages * config.swa_page_size
         self.compressed_pages = {
@@ -106,8 +109,13 @@ class Engine:
         )  # fmt: skip
         self.step = jax.jit(self._step, static_argnames=("cp_size", "path"), donate_argnames="caches")
 
+    def _replicated(self, cp_size: int) -> NamedSharding:
+        return NamedSharding(self.mesh[cp_size], PartitionSpec())
+
     def _place(self, cp_size: int, tree):
-        return jax.device_put(tree, NamedSharding(self.mesh[cp_size], PartitionSpec()))
+        """Replicates what every process holds alike; `device_put` would compare it between the processes each time."""
+        sharding = self._replicated(cp_size)
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree)
 
     def _step(self, model, tokens, chunk, caches, allow_sparse, contiguous, *, cp_size: int, path: str):
         plan = make_plan(chunk, self.config, cp_size=cp_size)
@@ -126,7 +134,9 @@ class Engine:
             run = shard_over_cp(fn, self.mesh[cp_size], CP_AXIS)
             logits, caches, ran_sparse = run(model, split_round_robin(tokens, cp_size), plan, caches)
             logits = merge_round_robin(logits, cp_size, tokens.shape[0])
-        return logits[plan.num_tokens - 1], caches, ran_sparse
+        # Every process reads it, so every device has to have it.
+        last = lax.with_sharding_constraint(logits[plan.num_tokens - 1], self._replicated(cp_size))
+        return last, caches, ran_sparse
 
     def start(self, arm: Arm) -> "Session":
         """An empty sequence."""

@@ -13,8 +13,8 @@ class Progress:
     through at the next step.
     """
 
-    def __init__(self, total: int):
-        self.total, self.done, self.shown = max(total, 1), 0, sys.stderr.isatty()
+    def __init__(self, total: int, *, shown: bool = True):
+        self.total, self.done, self.shown = max(total, 1), 0, shown and sys.stderr.isatty()
         self.interrupted = False
         self.handler: Any = None  # what was there before
 

@@ -7,10 +7,13 @@ fourth, the naive contiguous geometry, is the positive control: it shows that th
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import os
+import platform
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,10 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from dsa_cp_jax.config import DSAConfig
 from dsa_cp_jax.engine import Arm, ChunkResult, Engine
 from dsa_cp_jax.model import Decoder
+from dsa_cp_jax.processes import ProcessError, start_processes
 from dsa_cp_jax.progress import Progress
 from dsa_cp_jax.prompts import Prompt, PromptError, check_fits, default_prompts, read_prompt
 from pallas_kernels.common import cdiv
@@ -129,7 +134,8 @@ def run_prompt(engine: Engine, arms: list[Arm], prompt: Prompt, progress: Progre
     prefills = {name: list(chunks) for name, chunks in results.items()}
     reference, generated = arms[0].name, []
     for step in range(NEW_TOKENS):
-        generated.append(int(results[reference][-1].logits.argmax()))
+        best = results[reference][-1].logits.argmax()
+        generated.append(int(multihost_utils.broadcast_one_to_all(best)))  # each process has a reference of its own
         if step == NEW_TOKENS - 1:
             break
         for arm in arms:
@@ -238,15 +244,15 @@ def write_json(path: Path, data: dict) -> None:
         raise
 
 
-def pick_devices(cp_size: int | None) -> list[jax.Device]:
+def pick_devices(cp_size: int | None, num_processes: int = 1) -> list[jax.Device]:
     """GPUs if there are enough of them, else virtual CPU devices; by default all GPUs where there are several, else 4.
 
     Raises:
-      PromptError: there are fewer than cp_size devices.
+      PromptError: there are fewer than cp_size devices, or some process has none of those.
     """
     with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices that it has
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-            jax.config.update("jax_num_cpu_devices", cp_size or 4)
+            jax.config.update("jax_num_cpu_devices", cdiv(cp_size or 4, num_processes))
     devices = jax.devices()
     if devices[0].platform != "cpu":
         cp_size = cp_size or (len(devices) if len(devices) > 1 else 4)
@@ -255,6 +261,8 @@ def pick_devices(cp_size: int | None) -> list[jax.Device]:
     cp_size = cp_size or 4
     if len(devices) < cp_size:
         raise PromptError(f"--cp {cp_size} needs {cp_size} devices, there are {len(devices)}.")
+    if len({device.process_index for device in devices[:cp_size]}) < num_processes:
+        raise PromptError(f"--cp {cp_size} of {len(devices)} devices leaves some of {num_processes} processes without.")
     return devices[:cp_size]
 
 
@@ -274,7 +282,7 @@ def validate(engine: Engine, prompts: list[Prompt], bound: float) -> dict:
         raise PromptError(f"No prompt has cp_size={cp_size} tokens or more: nothing would run sparse.")
     chunks = [cdiv(len(p), engine.token_capacity) for p in prompts]
     total = len(arms) * (sum(chunks) + len(prompts) * (NEW_TOKENS - 1)) + 2 * chunks[longest]
-    with Progress(total) as progress:
+    with Progress(total, shown=jax.process_index() == 0) as progress:
         reports, firsts = zip(*(run_prompt(engine, arms, prompt, progress) for prompt in prompts))
         right = firsts[longest]
         if len(control_prompt) < len(uncut):
@@ -319,6 +327,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     command.add_argument(
         "--pages", type=int, metavar="N", help="pages of 256 tokens in the pools (default: 48; --quick: 12)"
     )
+    command.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="run as several processes, which meet here: process 0 listens there"
+    )
+    command.add_argument("--num-processes", type=int, metavar="N", help="with --coordinator: how many they are")
+    command.add_argument("--process-id", type=int, metavar="I", help="with --coordinator: which one this is, from 0")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     command.add_argument(
         "--show-bug", nargs="?", const=Path("dsa-cp-bug.png"), type=Path, metavar="PNG",
@@ -327,6 +340,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.cp is not None and args.cp < 2:
         parser.error(f"--cp must be at least 2, got {args.cp}")
+    if len({args.coordinator is None, args.num_processes is None, args.process_id is None}) > 1:
+        parser.error("--coordinator, --num-processes and --process-id must be given together")
     args.pages = args.pages if args.pages is not None else 12 if args.quick else 48
     if args.pages < 1:
         parser.error(f"--pages must be at least 1, got {args.pages}")
@@ -346,22 +361,28 @@ def main(argv: list[str] | None = None) -> int:
 
             return show_bug(args.show_bug, cp_size=args.cp or 4)
         prompts = [read_prompt(path) for path in args.prompt_file or ()]
-        devices = pick_devices(args.cp)
+        if args.coordinator is not None:
+            texts = [zlib.crc32(prompt.tokens) for prompt in prompts] or ("quick" if args.quick else "default")
+            job = f"cp {args.cp}, pages {args.pages}, prompts {texts}, Python {platform.python_version()}"
+            start_processes(args.coordinator, args.num_processes, args.process_id, job=job)
+        devices = pick_devices(args.cp, args.num_processes or 1)
         cp_size = len(devices)
         prompts = prompts or default_prompts(cp_size, quick=args.quick)
         for prompt in prompts:
             check_fits(prompt, new_tokens=NEW_TOKENS, pages=args.pages, page_size=CONFIG.swa_page_size)
         dtype = jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16
-        with jax.default_device(devices[0]), jax.default_matmul_precision("highest"):
+        mine = next(device for device in devices if device.process_index == jax.process_index())
+        talker = contextlib.redirect_stdout(io.StringIO()) if args.process_id else contextlib.nullcontext()
+        with talker, jax.default_device(mine), jax.default_matmul_precision("highest"):
             capacity = cdiv(1024, cp_size) * cp_size
             engine = Engine(
                 build_model(), devices=devices, token_capacity=capacity, pages=args.pages, attention_dtype=dtype
             )
             report = validate(engine, prompts, BOUNDS[jnp.dtype(dtype).name])
-        if args.json is not None:
+        if args.json is not None and not args.process_id:
             write_json(args.json, report)
         return 0 if report["passed"] else 1
-    except (PromptError, OSError) as error:
+    except (PromptError, ProcessError, OSError) as error:
         print(f"dsa-cp: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -25,17 +25,27 @@ hypothesis.settings.register_profile("default", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("default")
 
 
-def _gpus() -> list[jax.Device]:
+def hopper_gpus() -> list[jax.Device]:
     try:
-        return jax.devices("gpu")
+        return [device for device in jax.devices("gpu") if device.compute_capability == "9.0"]
     except RuntimeError:
         return []
 
 
-def pytest_collection_modifyitems(items):
-    gpus = _gpus()
+def pytest_addoption(parser):
+    parser.addoption(
+        "--virtual", action="store_true", help="run tests marked multi_gpu on four virtual CPU devices, without kernels"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    gpus = len(hopper_gpus())
+    several = gpus > 1 or config.getoption("--virtual")
     lacking = {
-        "gpu": None if gpus and gpus[0].compute_capability == "9.0" else "needs a Hopper GPU",
+        "gpu": None if gpus else "needs a Hopper GPU",
+        "multi_gpu": None
+        if several
+        else f"needs two Hopper GPUs or more, there are {gpus}; --virtual runs them on CPUs",
         "aot": (reason := missing_for_aot()) and f"ahead-of-time compilation needs {reason}",
     }
     for item in items:
@@ -46,8 +56,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _device(request):
-    """Tests marked `gpu` run on the GPU, all others on the CPU, also where there is a GPU."""
-    if request.node.get_closest_marker("gpu"):
+    """Tests marked `gpu` or `multi_gpu` run on GPUs, all others on the CPU, also where there is a GPU."""
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("multi_gpu"):
         yield
     else:
         with jax.default_device(jax.devices("cpu")[0]):

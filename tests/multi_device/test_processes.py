@@ -4,11 +4,7 @@ import concurrent.futures
 import contextlib
 import functools
 import json
-import os
-import pathlib
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -18,14 +14,7 @@ import pytest
 from dsa_cp_jax import validate
 from dsa_cp_jax.processes import ProcessError, parse_address, start_processes
 from dsa_cp_jax.validate import main
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
+from tests.helpers.processes import ROOT, run_processes
 
 
 @pytest.fixture
@@ -156,26 +145,6 @@ def test_command_without_coordinator(port, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["validate", *arguments])
     assert "must be given together" in capsys.readouterr().err
-
-
-def run_processes(port: int, num_processes: int, arguments: list[str], *, setup: str = "", env=lambda i: {}):
-    """`dsa-cp validate` in several processes; returns their (exit code, stdout, stderr)."""
-    code = f"import sys\nfrom dsa_cp_jax import validate\n{setup}\nsys.exit(validate.main(sys.argv[1:]))"
-    where = ["--coordinator", f"localhost:{port}", "--num-processes", str(num_processes), "--process-id"]
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, "validate", *arguments, *where, str(i)], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | env(i),
-        )
-        for i in range(num_processes)
-    ]  # fmt: skip
-    try:
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            outputs = list(pool.map(lambda job: job.communicate(timeout=900), jobs))
-    finally:
-        for job in jobs:
-            job.kill()
-    return [(job.returncode, *output) for job, output in zip(jobs, outputs)]
 
 
 @pytest.mark.parametrize("layers", ['("c4",)', pytest.param("validate.KINDS", marks=pytest.mark.slow)])

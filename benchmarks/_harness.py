@@ -20,8 +20,15 @@ def _fill(value, size):
     return jnp.full((size // 4,), value, jnp.int32)
 
 
-def kernel_times(launch: Callable[[int], object], launches: int, before: Callable, ready: Callable) -> np.ndarray:
-    """Device times in microseconds: a row per call, in it the kernels of `before(i)` and `launch(i)` in order."""
+def flush_l2(i: int) -> jax.Array:
+    """Writes 2 GiB, in one kernel."""
+    return jax.block_until_ready(_fill(i, FLUSH_BYTES))
+
+
+def kernel_records(
+    launch: Callable[[int], object], launches: int, before: Callable, ready: Callable
+) -> tuple[list[str], np.ndarray]:
+    """Names and device times in microseconds of the kernels of `before(i)` and `launch(i)`: a row of times per call."""
     from jax._src.lib import mosaic_gpu as lib  # the only device timer inside JAX
 
     profiler = lib._mosaic_gpu_ext
@@ -35,7 +42,13 @@ def kernel_times(launch: Callable[[int], object], launches: int, before: Callabl
         ready(result)
     finally:
         kernels = profiler._cupti_get_timings(True)
-    return np.array([ms for _, ms in kernels]).reshape(launches, -1) * 1e3
+    times = np.array([ms for _, ms in kernels]).reshape(launches, -1) * 1e3
+    return [name for name, _ in kernels[: times.shape[1]]], times
+
+
+def kernel_times(launch: Callable[[int], object], launches: int, before: Callable, ready: Callable) -> np.ndarray:
+    """The times of `kernel_records`."""
+    return kernel_records(launch, launches, before, ready)[1]
 
 
 def device_us(
@@ -49,7 +62,7 @@ def device_us(
 
     def before(i):
         if flush:
-            return jax.block_until_ready(_fill(i, FLUSH_BYTES))
+            return flush_l2(i)
 
     times = kernel_times(lambda i: (ready(x := launch(i)), x)[1], launches, before, ready)[:, int(flush) :].sum(1)
     return float(np.median(times)), float(times.min())

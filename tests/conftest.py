@@ -33,9 +33,8 @@ def hopper_gpus() -> list[jax.Device]:
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--virtual", action="store_true", help="run tests marked multi_gpu on four virtual CPU devices, without kernels"
-    )
+    help_text = "run tests marked multi_gpu on N virtual CPU devices (2..8), without kernels"
+    parser.addoption("--virtual", type=int, default=0, metavar="N", help=help_text)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -45,7 +44,7 @@ def pytest_collection_modifyitems(config, items):
         "gpu": None if gpus else "needs a Hopper GPU",
         "multi_gpu": None
         if several
-        else f"needs two Hopper GPUs or more, there are {gpus}; --virtual runs them on CPUs",
+        else f"needs two Hopper GPUs or more, there are {gpus}; --virtual N runs them on CPUs",
         "aot": (reason := missing_for_aot()) and f"ahead-of-time compilation needs {reason}",
     }
     for item in items:

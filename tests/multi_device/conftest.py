@@ -9,8 +9,9 @@ from tests.conftest import hopper_gpus
 
 
 def multi_devices(config) -> list[jax.Device]:
-    """All Hopper GPUs of this host; with --virtual, four virtual CPU devices."""
-    return jax.devices("cpu")[:4] if config.getoption("--virtual") else hopper_gpus()
+    """All Hopper GPUs of this host; with --virtual N, N virtual CPU devices."""
+    virtual = config.getoption("--virtual")
+    return jax.devices("cpu")[:virtual] if virtual else hopper_gpus()
 
 
 def pytest_generate_tests(metafunc):

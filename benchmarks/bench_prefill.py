@@ -1,0 +1,307 @@
+"""Times the attention of a layer in a serving workload: python -m benchmarks.bench_prefill PART ... [--out FILE]
+
+A prefix of 61,440 tokens and a chunk of 4,096 or 16,384; DeepSeek-V4-Flash (64 heads, topk 512) and V4-Pro (128, 1024);
+layer kinds c0, c4, c128, and their mix of 2, 21 and 20 in the 43 layers of V4-Flash. PART is one of
+
+  stages   one rank's share on one GPU, for cp 1, 2 and 4: gather, combine, attention and total of the sparse path, and
+           the dense path; no exchange. Device time (CUPTI): the kernels of a call added up, median of 24 calls, each
+           after 2 GiB were written. With --flashmla FILE (see bench_sparse_mla.py) FlashMLA's kernels beside them.
+  growth   both paths on one GPU, 4,096 rows, behind prefixes of 8k to 1M tokens.
+  plot     draws the growth rows of a results file to docs/prefill_growth.png.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import _harness as harness
+from dsa_cp_jax import (
+    DSAConfig,
+    KVPool,
+    PrefillChunk,
+    make_plan,
+    paths,
+)
+from dsa_cp_jax.config import compress_ratio
+from dsa_cp_jax.engine import page_map
+from dsa_cp_jax.paths import dense_prefill, sparse_prefill
+from dsa_cp_jax.round_robin import rank_rows
+from pallas_kernels import KVLayout, quantize_pages
+from pallas_kernels.common import cdiv
+
+PREFIX, EXTENDS, CP_SIZES = 61_440, (4_096, 16_384), (1, 2, 4)
+MODELS = dict(flash=DSAConfig.deepseek_v4_flash(), pro=DSAConfig.deepseek_v4_pro())
+MIX = dict(c0=2, c4=21, c128=20)
+GROWTH = (8_192, 32_768, 131_072, 524_288, 1_048_576)
+LAUNCHES, CHECKED_ROWS = 24, 64
+IMPLEMENTATION = "mosaic_gpu"
+STAGES = dict(
+    gather="gather_dequant", combine="combine_swa_indices", attention="sparse_mla_attention",
+    paged="paged_mla_attention", collective="nccl",
+)  # fmt: skip
+"""Stage -> what the names of its kernels contain."""
+PIPELINE = "FlashMLA and SGLang kernels, H200, 2026-11-29, measured apart from this run"
+BARS = {  # (extend, cp, h_q) -> {kind: (sparse, dense)}, microseconds of PIPELINE
+    (4_096, 1, 64): dict(c0=(267, 372), c4=(651, 1_047), c128=(633, 1_033)),
+    (4_096, 2, 64): dict(c0=(141, 186), c4=(348, 531), c128=(335, 520)),
+    (16_384, 1, 64): dict(c0=(1_014, 1_433), c4=(2_509, 4_204), c128=(2_773, 4_339)),
+    (16_384, 2, 64): dict(c0=(522, 727), c4=(1_257, 2_063), c128=(1_382, 2_141)),
+    (16_384, 1, 128): dict(c0=(1_992, 2_672), c4=(8_535, 11_480), c128=(5_539, 7_407)),
+    (16_384, 2, 128): dict(c0=(1_010, 1_350), c4=(4_208, 5_725), c128=(2_742, 3_714)),
+}
+
+
+@dataclasses.dataclass
+class Workload:
+    """Inputs of layers of one kind for a chunk, rows in chunk order; for each layer a SWA and (or None) another pool."""
+
+    kind: str
+    config: DSAConfig
+    prefix: int
+    extend: int
+    cp_size: int
+    plan: Any
+    q: jax.Array
+    topk: jax.Array | None
+    sink: jax.Array
+    pools: list[tuple]
+
+    @property
+    def case(self) -> str:
+        return f"{self.kind}_p{self.prefix}_e{self.extend}_cp{self.cp_size}_h{self.config.h_q}_k{self.config.topk}"
+
+    def of_rank(self, cp_rank: int = 0) -> tuple:
+        """What `sparse_prefill` and `dense_prefill` take."""
+        split = functools.partial(rank_rows, cp_size=self.cp_size, cp_rank=cp_rank)
+        q, pos, req = map(split, (self.q, self.plan.query_pos, self.plan.query_req))
+        return q, pos, req, self.plan, *self.pools[0], None if self.topk is None else split(self.topk), self.sink
+
+    def flop(self) -> int:
+        """Of the products of one rank's attention."""
+        pos = np.asarray(self.plan.query_pos)[:: self.cp_size].astype(np.int64)
+        entries = {"c0": 0 * pos, "c4": np.minimum((pos + 1) // 4, self.config.topk), "c128": (pos + 1) // 128}
+        keys = np.minimum(pos + 1, self.config.swa_window) + entries[self.kind]
+        return int(2 * self.config.h_q * keys.sum() * (self.config.d_qk + self.config.d_v))
+
+
+@functools.partial(jax.jit, static_argnames=("num_pages", "page_size"))
+def random_pool(key, num_pages: int, page_size: int) -> KVPool:
+    rows = jax.random.normal(key, (num_pages, page_size, 512), jnp.bfloat16)
+    return KVPool(
+        quantize_pages(rows, layout=KVLayout.V4, page_size=page_size), layout=KVLayout.V4, page_size=page_size
+    )
+
+
+def make_workload(config, kind: str, prefix: int, extend: int, cp_size: int, *, layers: int = 1) -> Workload:
+    """Random numbers, pages in random order. The SWA pool holds what the chunk can still see."""
+    total, ratio, keys = prefix + extend, compress_ratio(kind), jax.random.split(jax.random.key(0), 4 + 2 * layers)
+    window = np.arange(max(0, prefix - config.swa_window + 1), total)
+    swa_pages, tables = cdiv(len(window), config.swa_page_size), {}
+    full_to_swa = np.full(total, -1)
+    full_to_swa[window] = page_map(swa_pages, config.swa_page_size, seed=1)[: len(window)]
+    page_size = config.compressed_page_size(kind) if ratio else 0
+    if ratio:
+        tables[ratio] = np.random.default_rng(2).permutation(cdiv(total // ratio, page_size))[None]
+    chunk = PrefillChunk.build(
+        seq_lens=[total], extend_lens=[extend], req_pool_indices=[0], req_to_token=np.arange(total)[None],
+        full_to_swa=full_to_swa, page_tables=tables, token_capacity=extend, cp_size=cp_size,
+    )  # fmt: skip
+    plan = jax.jit(make_plan, static_argnames=("config", "cp_size"))(chunk, config=config, cp_size=cp_size)
+    topk = None
+    if kind == "c4":
+        visible = (plan.query_pos[:, None] + 1) // 4
+        topk = (jax.random.uniform(keys[0], (extend, config.topk)) * visible).astype(jnp.int32)
+        topk = jnp.where(jnp.arange(config.topk) < visible, jnp.minimum(topk, visible - 1), -1)
+    pools: list[tuple] = [
+        (
+            random_pool(keys[4 + 2 * i], swa_pages, config.swa_page_size),
+            random_pool(keys[5 + 2 * i], tables[ratio].shape[1], page_size) if ratio else None,
+        )
+        for i in range(layers)
+    ]
+    q = jax.random.normal(keys[1], (extend, config.h_q, config.d_qk), jnp.bfloat16)
+    sink = jax.random.normal(keys[2], (config.h_q,))
+    return Workload(kind, config, prefix, extend, cp_size, plan, q, topk, sink, pools)
+
+
+def by_stage(names: list[str], times: np.ndarray) -> dict[str, float]:
+    """Median microseconds of each stage, of rows of kernel times; `other` is what no stage claims."""
+    stages = [next((s for s, word in STAGES.items() if word in name.lower()), "other") for name in names]
+    mine = {stage: [other == stage for other in stages] for stage in dict.fromkeys(stages)}
+    return {stage: round(float(np.median(times[:, columns].sum(1))), 2) for stage, columns in mine.items()}
+
+
+def measure(results, workload: Workload, path: str, **more) -> float:
+    """A row of one rank's path; returns microseconds."""
+    prefill = dict(sparse=sparse_prefill, dense=dense_prefill)[path]
+    prefill = functools.partial(prefill, kind=workload.kind, config=workload.config)
+    run, args = jax.jit(functools.partial(prefill, implementation=IMPLEMENTATION)), workload.of_rank()
+    few = [x[:CHECKED_ROWS] if i in (0, 1, 2, 6) and x is not None else x for i, x in enumerate(args)]
+    plain = functools.partial(dense_prefill, kind=workload.kind, config=workload.config, implementation="xla")
+    want = jax.jit(plain)(*few).astype(jnp.float32)
+    error = float(jnp.abs(run(*args)[:CHECKED_ROWS].astype(jnp.float32) - want).max())
+    names, times = harness.kernel_records(
+        lambda i: jax.block_until_ready(run(*args)), LAUNCHES, harness.flush_l2, jax.block_until_ready
+    )
+    names, times = names[1:], times[:, 1:]
+    us = float(np.median(times.sum(1))), float(times.sum(1).min())
+    bars = BARS.get((workload.extend, workload.cp_size, workload.config.h_q)) if workload.prefix == PREFIX else None
+    if bars is not None:
+        more |= dict(baseline_us=bars[workload.kind][path == "dense"], bar=1.0, baseline=PIPELINE)
+    more |= dict(max_abs_err=error, stages=by_stage(names, times))
+    results.add(**harness.flop_row(f"prefill_{path}", workload.case, IMPLEMENTATION, us, workload.flop(), **more))
+    return us[0]
+
+
+def add_mix(results, op: str, case: str, us: dict[str, float], flop: dict[str, int], **more) -> None:
+    """The row of the 43 layers, from the times of each kind."""
+    total, products = (sum(MIX[kind] * of_kind[kind] for kind in MIX) for of_kind in (us, flop))
+    case = f"mix_{case.partition('_')[2]}"
+    results.add(**harness.flop_row(op, case, IMPLEMENTATION, (total, total), products, max_abs_err=None, **more))
+
+
+def stages(results, config, extend: int, cp: int, flashmla: Callable | None):
+    workloads = [make_workload(config, kind, PREFIX, extend, cp) for kind in MIX]
+    flop = {workload.kind: workload.flop() for workload in workloads}
+    for path in ("sparse", "dense"):
+        us = {workload.kind: measure(results, workload, path) for workload in workloads}
+        bars = BARS.get((extend, cp, config.h_q))
+        more: dict[str, Any] = {}
+        if bars is not None:
+            pipeline = sum(MIX[kind] * bars[kind][path == "dense"] for kind in MIX)
+            more = dict(baseline_us=pipeline, bar=1.0, baseline=PIPELINE)
+        add_mix(results, f"prefill_{path}", workloads[0].case, us, flop, **more)
+    if flashmla is not None:
+        for workload in workloads:
+            flashmla(results, workload)
+
+
+def kernel_arguments(path: str, workload: Workload, *args):
+    """What a path hands to its attention kernel. sparse: q, workspace, indices, lengths; dense: slots and lengths."""
+    seen: list = []
+
+    def kernel(*args, **kwargs):
+        seen.extend((args, kwargs))
+        return SimpleNamespace(out=args[0])
+
+    prefill = dict(sparse=sparse_prefill, dense=dense_prefill)[path]
+    name = dict(sparse="sparse_mla_attention", dense="paged_mla_attention")[path]
+    with mock.patch.object(paths, name, kernel):
+        prefill(*args, kind=workload.kind, config=workload.config, implementation=IMPLEMENTATION)
+    arrays, named = seen
+    return arrays[:4] if path == "sparse" else (*arrays[2:4], *map(named.get, ("extra_indices", "extra_topk_length")))
+
+
+def load_flashmla(library: str):
+    """A function that times FlashMLA's two kernels on a workload's own arrays (first rank), and adds their rows."""
+    import torch
+
+    torch.ops.load_library(library)
+    ops = torch.ops.flash_mla_legacy
+
+    def tensors(*arrays) -> list[Any]:
+        return [None if x is None else torch.from_dlpack(jax.block_until_ready(x)) for x in arrays]
+
+    def paged(pool: KVPool):
+        (pages,), token = tensors(pool.pages), KVLayout.V4.bytes_per_token
+        return pages.as_strided((pages.shape[0], pool.page_size, 1, token), (pages.shape[1], token, token, 1))
+
+    def run(results, workload: Workload):
+        def add(op, launch):
+            times = harness.device_us(launch, launches=LAUNCHES, ready=lambda _: torch.cuda.synchronize())
+            results.add(**harness.flop_row(op, workload.case, "flashmla", times, workload.flop(), max_abs_err=None))
+
+        def arrays_of(path):
+            return jax.jit(functools.partial(kernel_arguments, path, workload))(*workload.of_rank())
+
+        scale, (sink,) = workload.config.sm_scale, tensors(workload.sink)
+        q, workspace, indices, lengths = tensors(*arrays_of("sparse"))
+        sparse = (q, workspace[:, None], indices[:, None], scale, 512, sink, lengths, False, True)
+        add("prefill_attention", lambda i: ops.sparse_prefill_fwd(*sparse))
+
+        slots, length, more, more_length = arrays_of("dense")
+        extra: list = [None] * 3
+        if more is not None:  # it takes multiples of 128 columns
+            more = jnp.pad(more, ((0, 0), (0, -more.shape[1] % 128)), constant_values=-1)
+            more, more_length = tensors(more, more_length)
+            extra = [paged(workload.pools[0][1]), more[:, None], more_length]
+        slots, length = tensors(slots, length)
+        dense = (q[:, None], paged(workload.pools[0][0]), slots[:, None], length, sink)
+        schedule: list = [None, None]
+
+        def launch(i):  # the schedule is computed in the first call, and used again
+            out, _, *schedule[:] = ops.sparse_decode_fwd(*dense, *schedule, *extra, 512, scale, None)
+            return out
+
+        launch(0)
+        add("prefill_dense", launch)
+
+    return run
+
+
+def growth(results, models):
+    for config in models:
+        for kind in ("c4", "c128"):
+            for prefix in GROWTH:
+                workload = make_workload(config, kind, prefix, EXTENDS[0], 1)
+                for path in ("sparse", "dense"):
+                    measure(results, workload, path)
+
+
+def plot(file: pathlib.Path):
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("c4", "c128")):
+        for path in ("sparse", "dense"):
+            case = re.compile(rf"{kind}_p(\d+)_e{EXTENDS[0]}_cp1_h64_k512")
+            found = [(case.fullmatch(r["case"]), r) for r in rows if r["op"] == f"prefill_{path}"]
+            points = {int(m[1]): r["us"] for m, r in found if m and r["implementation"] == IMPLEMENTATION}
+            axes.plot(*zip(*sorted(points.items())), marker="o", label=path)
+        axes.set(xscale="log", yscale="log", xlabel="prefix, tokens", title=f"{kind}, {EXTENDS[0]} rows, 64 heads")
+        axes.grid(which="both", alpha=0.3)
+        axes.legend()
+    figure.supylabel("microseconds per layer")
+    figure.savefig(pathlib.Path(__file__).parents[1] / "docs" / "prefill_growth.png", dpi=120)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", help="JSONL file (default: benchmarks/results/<date>-<device>.jsonl)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--extends", nargs="+", type=int, default=EXTENDS, help="tokens of the chunk")
+    parser.add_argument("--cp", nargs="+", type=int, default=CP_SIZES, help="numbers of ranks")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("stages", "growth", "plot"))
+    add_arguments(parser)
+    parser.add_argument("--flashmla", help="shared library of sgl-flash-mla 1.0.0, _C_legacy.abi3.so")
+    args = parser.parse_args()
+    results, models = harness.Results(args.out), [MODELS[name] for name in args.models]
+    if args.part == "stages":
+        flashmla = load_flashmla(args.flashmla) if args.flashmla else None
+        for config in models:
+            for extend in args.extends:
+                for cp in args.cp:
+                    stages(results, config, extend, cp, flashmla)
+    elif args.part == "growth":
+        growth(results, models)
+    else:
+        plot(results.path)
+
+
+if __name__ == "__main__":
+    main()

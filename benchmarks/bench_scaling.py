@@ -1,0 +1,183 @@
+"""Times layers over several GPUs: python -m benchmarks.bench_scaling {layers,blocks} [--cp 1 2 4] [--out FILE]
+
+The workload of bench_prefill.py, with the exchange of the chunk's KV (584 bytes a token) and its write to the pools:
+`layers` is the attention alone; `blocks` is the whole attention block with its projections, which exchanges what the
+compressors need as well (c0 and c128: in c4 blocks plain JAX makes the top-k, which takes most of the time).
+
+A program has four layers, each waiting for the one before, on pools of its own. Time per layer: host time of 10 calls
+in a row / 40, median of 5. The slowest GPU counts, and a call is enqueued while the one before it runs. A profiler
+trace of more calls says what the kernels took: the largest time of a stage over the GPUs; of NCCL's kernels the least,
+because the other GPUs wait in theirs.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import _harness as harness
+from benchmarks import bench_prefill as prefill
+from dsa_cp_jax import dsa_prefill_attention_local, split_round_robin, write_kv
+from dsa_cp_jax.modules import CompressedCache, DSAAttention, LayerCache, gather_chunk, shard_over_cp
+from pallas_kernels import KVLayout, quantize_rows
+
+LAYERS, CALLS, REPEATS, TRACED_CALLS = 4, 10, 5, 4
+
+
+def chained_layers(workload: prefill.Workload, mesh: Mesh):
+    """(program, arguments): layers one after another; each exchanges the chunk's KV, writes it, and attends."""
+    how = dict(
+        kind=workload.kind, config=workload.config, cp_axis="cp", path="sparse", implementation=prefill.IMPLEMENTATION
+    )
+
+    def local(sink, rows, plan, pools):
+        q, topk, records = rows
+        out = q
+        slots = plan.chunk.swa_slots(plan.query_req, plan.query_pos)
+        written = []
+        for swa, compressed in pools:
+            with jax.named_scope("exchange"):
+                chunk_records = gather_chunk(records, "cp")
+            swa = write_kv(swa, slots, chunk_records)
+            out = dsa_prefill_attention_local(q, plan, swa, compressed, topk, sink, **how)
+            records = records ^ jnp.isinf(out[0, 0, 0]).astype(jnp.uint8)  # the next layer waits for this one
+            written.append((swa, compressed))
+        return out, written
+
+    rows = workload.q, workload.topk, quantize_rows(workload.q[:, 0], layout=KVLayout.V4)
+    rows = jax.tree.map(functools.partial(split_round_robin, cp_size=mesh.size), rows)
+    return shard_over_cp(local, mesh), (workload.sink, rows, workload.plan, workload.pools)
+
+
+def chained_blocks(workload: prefill.Workload, mesh: Mesh):
+    """(program, arguments): whole attention blocks, one after another."""
+    config, kind = workload.config, workload.kind
+    block = nnx.jit(lambda: DSAAttention(config, kind, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))()
+
+    def cache(pools):
+        compressed = None
+        if pools[1] is not None:
+            compressed = CompressedCache(entries=pools[1], state=block.compressor.init_state(1, jnp.bfloat16))
+        return LayerCache(swa=pools[0], compressed=compressed)
+
+    def local(block, x, plan, caches):
+        written = []
+        for cache in caches:
+            y, cache = block(x, plan, cache, cp_axis="cp", path="sparse", implementation=prefill.IMPLEMENTATION)
+            x = x + y
+            written.append(cache)
+        return x, written
+
+    x = jax.random.normal(jax.random.key(1), (workload.extend, config.hidden_size), jnp.bfloat16)
+    args = (block, split_round_robin(x, mesh.size), workload.plan, [cache(pools) for pools in workload.pools])
+    return shard_over_cp(local, mesh), args
+
+
+def device_kernels(run: Callable[[], object]) -> dict[str, list]:
+    """{device: [(kernel, microseconds)]} of what `run` does, from a profiler trace."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+        return {
+            plane.name: [
+                (event.name, event.duration_ns / 1e3)
+                for line in plane.lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ]
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+        }
+
+
+def compiled(build: Callable, workloads: list[prefill.Workload], mesh: Mesh):
+    """(workload, program, arguments on the mesh) of each; compiled side by side."""
+    specs = PartitionSpec(), PartitionSpec("cp"), PartitionSpec(), PartitionSpec()
+    found = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for workload in workloads:
+            run, args = build(workload, mesh)
+            args = [jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs)]
+            found.append((workload, pool.submit(jax.jit(run, donate_argnums=3).lower(*args).compile), args))
+    return [(workload, program.result(), args) for workload, program, args in found]
+
+
+def time_per_layer(program, args: list) -> tuple[tuple[float, float], dict[str, float]]:
+    """Microseconds per layer of a chained program (median, minimum), and those of its stages."""
+
+    def run(calls: int):
+        out = None
+        for _ in range(calls):
+            out, args[3] = program(*args)
+        return out
+
+    jax.block_until_ready(run(2))
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(CALLS))
+        times.append((time.perf_counter() - begin) / (CALLS * LAYERS) * 1e6)
+    of_gpus = []
+    for kernels in device_kernels(lambda: run(TRACED_CALLS)).values():
+        us = {
+            stage: sum(us for name, us in kernels if word in name.lower()) / (TRACED_CALLS * LAYERS)
+            for stage, word in prefill.STAGES.items()
+        }
+        us["other"] = sum(us for _, us in kernels) / (TRACED_CALLS * LAYERS) - sum(us.values())
+        of_gpus.append(us)
+    stages = {
+        stage: round((min if stage == "collective" else max)(us[stage] for us in of_gpus), 2)
+        for stage in (of_gpus[0] if of_gpus else ())
+    }
+    return (float(np.median(times)), min(times)), {stage: us for stage, us in stages.items() if us}
+
+
+def scaling(results, what: str, config, extend: int, cp_sizes):
+    """Rows of every layer kind at every cp_size; their ratio is to the first."""
+    build = dict(layers=chained_layers, blocks=chained_blocks)[what]
+    kinds = [kind for kind in prefill.MIX if what == "layers" or kind != "c4"]
+    first: dict[str, float] = {}
+    for cp in cp_sizes:
+        mesh, us, flop = Mesh(np.array(jax.devices()[:cp]), ("cp",)), {}, {}
+        workloads = [prefill.make_workload(config, kind, prefill.PREFIX, extend, cp, layers=LAYERS) for kind in kinds]
+        for workload, program, args in compiled(build, workloads, mesh):
+            times, stages = time_per_layer(program, args)
+            us[workload.kind], flop[workload.kind] = times[0], workload.flop()
+            baseline = dict(
+                baseline_us=round(first.setdefault(workload.kind, times[0]), 2), baseline=f"cp {cp_sizes[0]}"
+            )
+            row = harness.flop_row(
+                f"prefill_{what}", workload.case, prefill.IMPLEMENTATION, times, workload.flop(), max_abs_err=None,
+                stages=stages, **baseline,
+            )  # fmt: skip
+            results.add(**row)
+        if what == "layers":
+            total = first.setdefault("mix", sum(prefill.MIX[kind] * us[kind] for kind in us))
+            baseline = dict(baseline_us=round(total, 2), baseline=f"cp {cp_sizes[0]}")
+            prefill.add_mix(results, f"prefill_{what}", workloads[0].case, us, flop, **baseline)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("layers", "blocks"))
+    prefill.add_arguments(parser)
+    args = parser.parse_args()
+    results, models = harness.Results(args.out), [prefill.MODELS[name] for name in args.models]
+    for config in models:
+        for extend in args.extends:
+            scaling(results, args.what, config, extend, [cp for cp in args.cp if cp <= len(jax.devices())])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,14 @@
 """What the benchmarks share: device times, ceilings measured in the same run, and the rows of results."""
 
 import argparse
+import concurrent.futures
 import datetime
 import functools
 import json
 import pathlib
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +75,12 @@ def back_to_back_us(
 ) -> float:
     """Mean device time of calls that follow one another at once: hot, and at the clock that the power limit leaves."""
     return float(kernel_times(launch, launches, lambda i: None, ready).sum(1).mean())
+
+
+def compile_all(jobs: Sequence[tuple[Any, Sequence]]) -> list:
+    """Compiles jitted functions for arguments, side by side."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return [job.result() for job in [pool.submit(run.lower(*args).compile) for run, args in jobs]]
 
 
 def as_torch(*arrays: jax.Array) -> list:

@@ -64,7 +64,7 @@ BARS = {  # (extend, cp, h_q) -> {kind: (sparse, dense)}, microseconds of PIPELI
 
 @dataclasses.dataclass
 class Workload:
-    """Inputs of layers of one kind for a chunk, rows in chunk order; for each layer a SWA and (or None) another pool."""
+    """Inputs of layers of one kind for a chunk, rows in chunk order; `pools`: (SWA, other or None) of each layer."""
 
     kind: str
     config: DSAConfig
@@ -142,26 +142,42 @@ def by_stage(names: list[str], times: np.ndarray) -> dict[str, float]:
     return {stage: round(float(np.median(times[:, columns].sum(1))), 2) for stage, columns in mine.items()}
 
 
-def measure(results, workload: Workload, path: str, **more) -> float:
-    """A row of one rank's path; returns microseconds."""
-    prefill = dict(sparse=sparse_prefill, dense=dense_prefill)[path]
-    prefill = functools.partial(prefill, kind=workload.kind, config=workload.config)
-    run, args = jax.jit(functools.partial(prefill, implementation=IMPLEMENTATION)), workload.of_rank()
-    few = [x[:CHECKED_ROWS] if i in (0, 1, 2, 6) and x is not None else x for i, x in enumerate(args)]
-    plain = functools.partial(dense_prefill, kind=workload.kind, config=workload.config, implementation="xla")
-    want = jax.jit(plain)(*few).astype(jnp.float32)
-    error = float(jnp.abs(run(*args)[:CHECKED_ROWS].astype(jnp.float32) - want).max())
-    names, times = harness.kernel_records(
-        lambda i: jax.block_until_ready(run(*args)), LAUNCHES, harness.flush_l2, jax.block_until_ready
-    )
-    names, times = names[1:], times[:, 1:]
-    us = float(np.median(times.sum(1))), float(times.sum(1).min())
-    bars = BARS.get((workload.extend, workload.cp_size, workload.config.h_q)) if workload.prefix == PREFIX else None
-    if bars is not None:
-        more |= dict(baseline_us=bars[workload.kind][path == "dense"], bar=1.0, baseline=PIPELINE)
-    more |= dict(max_abs_err=error, stages=by_stage(names, times))
-    results.add(**harness.flop_row(f"prefill_{path}", workload.case, IMPLEMENTATION, us, workload.flop(), **more))
-    return us[0]
+PATHS = dict(sparse=sparse_prefill, dense=dense_prefill)
+
+
+def measure(results, workloads: list[Workload], flashmla: Callable | None) -> dict[str, dict[str, float]]:
+    """Rows of both paths, one rank's share, of every workload. Returns {path: {kind: microseconds}}."""
+    jobs: dict[tuple, tuple] = {}
+    for i, workload in enumerate(workloads):
+        args, how = workload.of_rank(), dict(kind=workload.kind, config=workload.config)
+        few = [x[:CHECKED_ROWS] if j in (0, 1, 2, 6) and x is not None else x for j, x in enumerate(args)]
+        jobs[i, "plain"] = jax.jit(functools.partial(dense_prefill, **how, implementation="xla")), few
+        for path, prefill in PATHS.items():
+            jobs[i, path] = jax.jit(functools.partial(prefill, **how, implementation=IMPLEMENTATION)), args
+            if flashmla is not None:
+                jobs[i, f"{path} arguments"] = jax.jit(functools.partial(kernel_arguments, path, workload)), args
+    programs = dict(zip(jobs, harness.compile_all(list(jobs.values()))))
+    us: dict[str, dict[str, float]] = {path: {} for path in PATHS}
+    for i, workload in enumerate(workloads):
+        call = {name: functools.partial(programs[j, name], *args) for (j, name), (_, args) in jobs.items() if j == i}
+        beside = flashmla(results, workload, call) if flashmla is not None else {}
+        want = call["plain"]().astype(jnp.float32)
+        bars = BARS.get((workload.extend, workload.cp_size, workload.config.h_q)) if workload.prefix == PREFIX else None
+        for path in PATHS:
+            error = float(jnp.abs(call[path]()[:CHECKED_ROWS].astype(jnp.float32) - want).max())
+            names, times = harness.kernel_records(
+                lambda _, run=call[path]: jax.block_until_ready(run()), LAUNCHES, harness.flush_l2,
+                jax.block_until_ready,
+            )  # fmt: skip
+            names, times = names[1:], times[:, 1:]
+            more: dict[str, Any] = dict(max_abs_err=error, stages=by_stage(names, times), **beside)
+            if bars is not None:
+                more |= dict(baseline_us=bars[workload.kind][path == "dense"], bar=1.0, baseline=PIPELINE)
+            total = float(np.median(times.sum(1))), float(times.sum(1).min())
+            row = harness.flop_row(f"prefill_{path}", workload.case, IMPLEMENTATION, total, workload.flop(), **more)
+            results.add(**row)
+            us[path][workload.kind] = total[0]
+    return us
 
 
 def add_mix(results, op: str, case: str, us: dict[str, float], flop: dict[str, int], **more) -> None:
@@ -174,17 +190,13 @@ def add_mix(results, op: str, case: str, us: dict[str, float], flop: dict[str, i
 def stages(results, config, extend: int, cp: int, flashmla: Callable | None):
     workloads = [make_workload(config, kind, PREFIX, extend, cp) for kind in MIX]
     flop = {workload.kind: workload.flop() for workload in workloads}
-    for path in ("sparse", "dense"):
-        us = {workload.kind: measure(results, workload, path) for workload in workloads}
-        bars = BARS.get((extend, cp, config.h_q))
+    bars = BARS.get((extend, cp, config.h_q))
+    for path, us in measure(results, workloads, flashmla).items():
         more: dict[str, Any] = {}
         if bars is not None:
             pipeline = sum(MIX[kind] * bars[kind][path == "dense"] for kind in MIX)
             more = dict(baseline_us=pipeline, bar=1.0, baseline=PIPELINE)
         add_mix(results, f"prefill_{path}", workloads[0].case, us, flop, **more)
-    if flashmla is not None:
-        for workload in workloads:
-            flashmla(results, workload)
 
 
 def kernel_arguments(path: str, workload: Workload, *args):
@@ -195,16 +207,15 @@ def kernel_arguments(path: str, workload: Workload, *args):
         seen.extend((args, kwargs))
         return SimpleNamespace(out=args[0])
 
-    prefill = dict(sparse=sparse_prefill, dense=dense_prefill)[path]
     name = dict(sparse="sparse_mla_attention", dense="paged_mla_attention")[path]
     with mock.patch.object(paths, name, kernel):
-        prefill(*args, kind=workload.kind, config=workload.config, implementation=IMPLEMENTATION)
+        PATHS[path](*args, kind=workload.kind, config=workload.config, implementation=IMPLEMENTATION)
     arrays, named = seen
     return arrays[:4] if path == "sparse" else (*arrays[2:4], *map(named.get, ("extra_indices", "extra_topk_length")))
 
 
 def load_flashmla(library: str):
-    """A function that times FlashMLA's two kernels on a workload's own arrays (first rank), and adds their rows."""
+    """A function that times FlashMLA's two kernels on a workload's own arrays, adds rows, and returns the times."""
     import torch
 
     torch.ops.load_library(library)
@@ -217,20 +228,18 @@ def load_flashmla(library: str):
         (pages,), token = tensors(pool.pages), KVLayout.V4.bytes_per_token
         return pages.as_strided((pages.shape[0], pool.page_size, 1, token), (pages.shape[1], token, token, 1))
 
-    def run(results, workload: Workload):
+    def run(results, workload: Workload, call: dict[str, Callable]) -> dict[str, float]:
         def add(op, launch):
             times = harness.device_us(launch, launches=LAUNCHES, ready=lambda _: torch.cuda.synchronize())
             results.add(**harness.flop_row(op, workload.case, "flashmla", times, workload.flop(), max_abs_err=None))
-
-        def arrays_of(path):
-            return jax.jit(functools.partial(kernel_arguments, path, workload))(*workload.of_rank())
+            return round(times[0], 2)
 
         scale, (sink,) = workload.config.sm_scale, tensors(workload.sink)
-        q, workspace, indices, lengths = tensors(*arrays_of("sparse"))
+        q, workspace, indices, lengths = tensors(*call["sparse arguments"]())
         sparse = (q, workspace[:, None], indices[:, None], scale, 512, sink, lengths, False, True)
-        add("prefill_attention", lambda i: ops.sparse_prefill_fwd(*sparse))
+        attention_us = add("prefill_attention", lambda i: ops.sparse_prefill_fwd(*sparse))
 
-        slots, length, more, more_length = arrays_of("dense")
+        slots, length, more, more_length = call["dense arguments"]()
         extra: list = [None] * 3
         if more is not None:  # it takes multiples of 128 columns
             more = jnp.pad(more, ((0, 0), (0, -more.shape[1] % 128)), constant_values=-1)
@@ -245,18 +254,14 @@ def load_flashmla(library: str):
             return out
 
         launch(0)
-        add("prefill_dense", launch)
+        return dict(flashmla_sparse_us=attention_us, flashmla_paged_us=add("prefill_dense", launch))
 
     return run
 
 
-def growth(results, models):
-    for config in models:
-        for kind in ("c4", "c128"):
-            for prefix in GROWTH:
-                workload = make_workload(config, kind, prefix, EXTENDS[0], 1)
-                for path in ("sparse", "dense"):
-                    measure(results, workload, path)
+def growth(results, config):
+    for kind in ("c4", "c128"):
+        measure(results, [make_workload(config, kind, prefix, EXTENDS[0], 1) for prefix in GROWTH], None)
 
 
 def plot(file: pathlib.Path):
@@ -298,7 +303,8 @@ def main():
                 for cp in args.cp:
                     stages(results, config, extend, cp, flashmla)
     elif args.part == "growth":
-        growth(results, models)
+        for config in models:
+            growth(results, config)
     else:
         plot(results.path)
 

@@ -11,7 +11,6 @@ because the other GPUs wait in theirs.
 """
 
 import argparse
-import concurrent.futures
 import functools
 import pathlib
 import tempfile
@@ -104,13 +103,10 @@ def device_kernels(run: Callable[[], object]) -> dict[str, list]:
 def compiled(build: Callable, workloads: list[prefill.Workload], mesh: Mesh):
     """(workload, program, arguments on the mesh) of each; compiled side by side."""
     specs = PartitionSpec(), PartitionSpec("cp"), PartitionSpec(), PartitionSpec()
-    found = []
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        for workload in workloads:
-            run, args = build(workload, mesh)
-            args = [jax.device_put(arg, NamedSharding(mesh, spec)) for arg, spec in zip(args, specs)]
-            found.append((workload, pool.submit(jax.jit(run, donate_argnums=3).lower(*args).compile), args))
-    return [(workload, program.result(), args) for workload, program, args in found]
+    built = [build(workload, mesh) for workload in workloads]
+    args = [[jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs)] for _, args in built]
+    jobs = [(jax.jit(run, donate_argnums=3), on_mesh) for (run, _), on_mesh in zip(built, args)]
+    return list(zip(workloads, harness.compile_all(jobs), args))
 
 
 def time_per_layer(program, args: list) -> tuple[tuple[float, float], dict[str, float]]:

@@ -11,6 +11,7 @@ import pytest
 
 import dsa_cp_jax
 import pallas_kernels
+from dsa_cp_jax.compat import flash_mla
 
 ROOT = pathlib.Path(__file__).parents[1]
 OPS = ("gather_dequant", "swa_combine", "sparse_mla", "paged_mla")
@@ -66,17 +67,17 @@ def test_check_vma_is_off_in_one_place_at_most():
 
 
 def test_imports_are_light():
-    """Importing loads neither flax nor Mosaic nor Pallas, touches no device, and reads no GPU."""
+    """Importing loads neither flax nor Mosaic nor Pallas nor torch, touches no device, and reads no GPU."""
     code = (
-        "import sys, dsa_cp_jax, pallas_kernels, jax._src.xla_bridge as bridge\n"
+        "import sys, dsa_cp_jax.compat.flash_mla, pallas_kernels, jax._src.xla_bridge as bridge\n"
         "assert not bridge._backends, bridge._backends\n"
-        "bad = [m for m in sys.modules if m.startswith(('flax', 'jax.experimental.pallas', 'jax.experimental.mosaic'))]\n"
+        "bad = [m for m in sys.modules if m.startswith(('flax', 'torch', 'jax.experimental.pallas', 'jax.experimental.mosaic'))]\n"
         "assert not bad, bad\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("module", [dsa_cp_jax, pallas_kernels], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [dsa_cp_jax, pallas_kernels, flash_mla], ids=lambda m: m.__name__)
 def test_public_names_are_documented(module):
     for name in module.__all__:
         thing = getattr(module, name)

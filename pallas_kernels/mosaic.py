@@ -32,6 +32,8 @@ ROWS = 64
 """Rows of a tile: the M of one wgmma."""
 CHUNK = 64
 """bf16 values in the 128 bytes that are swizzled as one unit."""
+THREADS = 384
+"""Threads of a block: three warpgroups."""
 TILED = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(128))
 """How a tile lies in shared memory: groups of 8 rows, in a group chunk after chunk, 128-byte swizzle."""
 
@@ -117,6 +119,14 @@ def _barrier(ref, k: int) -> ir.Value:
 
 def _less(a, b) -> ir.Value:
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
+
+
+def _below(a, b) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+
+
+def _equal(a, b) -> ir.Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
 
 
 def _transpose_quad(registers, lane):
@@ -311,6 +321,92 @@ class Hopper:
             )
 
         return load(ref, i)
+
+    @staticmethod
+    def share(scratch_ref, lengths_ref, most: int, extra: int, part, parts: int):
+        """Rows (first, end) of part `part` of `parts`: neighbours whose work is about 1 / parts of all rows' work.
+
+        The work of a row is its rounds of 128 tokens, at least one, plus `extra`. All threads of the block come here:
+        each sums a strip of rows, the sums are scanned, and whose strip holds a bound walks it again to find the row.
+
+        Args:
+          scratch_ref: [>= THREADS / 32 + 2] f32 or int32 shared memory, free before and after.
+          lengths_ref: [n] int32 tokens per row in global memory, clamped to 0..most.
+        """
+        scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+
+        @plgpu.inline_mgpu(arg_types=(_REF, _REF, _SCALAR), return_type=(scalar, scalar))
+        def share(ctx, scratch, lengths, part):
+            _, i32, i64 = _types()
+            (n,) = ir.MemRefType(lengths.type).shape
+            thread, warps, strip = utils.thread_idx(), THREADS // 32, -(-n // THREADS)
+            start = arith.minui(arith.muli(thread, _c(strip)), _c(n))
+            count = arith.minui(_c(strip), arith.subi(_c(n), start))
+            first_length = utils.getelementptr(_global(lengths), [start], i32)
+
+            def word(i):
+                return utils.getelementptr(utils.memref_ptr(scratch), [i], i32)
+
+            def read(i):
+                return llvm.load(i32, word(i), volatile_=True)
+
+            def write(i, value):
+                llvm.store(value, word(i), volatile_=True)
+
+            def meet():
+                utils.inline_ptx("bar.sync 0;", has_side_effects=True)
+
+            def work(i):
+                tokens = llvm.load(i32, utils.getelementptr(first_length, [i], i32))
+                tokens = arith.minsi(arith.maxsi(tokens, _c(0)), _c(most))
+                rounds = arith.shrui(arith.addi(tokens, _c(2 * ROWS - 1)), _c(7))
+                return arith.addi(arith.maxui(rounds, _c(1)), _c(extra))
+
+            (own,) = utils.fori(count, [_c(0)])(lambda i, total: [arith.addi(total[0], work(i))]).results
+            upto = own  # this warp's threads up to this one
+            for distance in (1, 2, 4, 8, 16):
+                upto = utils.inline_ptx(
+                    f"{{ .reg .pred p; .reg .b32 t; shfl.sync.up.b32 t|p, $1, {distance}, 0, 0xffffffff;"
+                    " @!p mov.b32 t, 0; add.s32 $0, $1, t; }",
+                    upto, result_types=i32, has_side_effects=True,
+                )  # fmt: skip
+            warp = arith.shrui(thread, _c(5))
+            bounds_at = [warps, warps + 1]
+            with utils.when(_equal(arith.andi(thread, _c(31)), _c(31))):
+                write(warp, upto)
+            with utils.when(_equal(thread, _c(0))):
+                for at in bounds_at:
+                    write(at, _c(0))
+            meet()
+            total = _c(0)
+            for w in range(warps):
+                before = read(w)
+                upto = arith.addi(upto, arith.select(_below(_c(w), warp), before, _c(0)))
+                total = arith.addi(total, before)
+
+            def scaled(x, factor):
+                return arith.muli(arith.extui(i64, x), arith.extui(i64, factor))
+
+            for k, at in enumerate(bounds_at):
+                bound = scaled(total, arith.addi(_scalar(part), _c(k)))
+                start_of_strip = arith.subi(upto, own)
+                starts_below = _below(scaled(start_of_strip, _c(parts)), bound)
+                ends_below = _below(scaled(upto, _c(parts)), bound)
+                with utils.when(_below(arith.extui(i32, ends_below), arith.extui(i32, starts_below))):
+
+                    def walk(i, carry, bound=bound):
+                        before, rows = carry
+                        inside = arith.extui(i32, _below(scaled(before, _c(parts)), bound))
+                        return [arith.addi(before, work(i)), arith.addi(rows, inside)]
+
+                    _, rows = utils.fori(count, [start_of_strip, start])(walk).results
+                    write(at, rows)
+            meet()
+            first, end = (_splat(read(at)) for at in bounds_at)
+            meet()
+            return first, end
+
+        return share(scratch_ref, lengths_ref, part)
 
     @staticmethod
     def load_tokens(indices_ref, row, first, limit):

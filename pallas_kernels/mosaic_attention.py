@@ -45,6 +45,8 @@ HEADS = 64
 """Heads per item."""
 SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200: blocks of the persistent grid. Right on any other number, too."""
+ITEM_ROUNDS = 2
+"""What start and end of an item cost, in rounds (512, 64, 640 takes 19 µs an item, 128 tokens more 2.7 µs; H200)."""
 REGISTERS = (232, 40)
 """Per thread of a computing warpgroup and of the producer. (224, 56): no spills, but 0 to 0.7 % slower (H200)."""
 LEFT0, RIGHT0, LEFT1, RIGHT1, QUERY = range(5)
@@ -104,47 +106,62 @@ def open_shared(hw, types: Shared, refs) -> Shared:
 
 
 class Items(NamedTuple):
-    """The items of one block."""
+    """The items of one block: 64 heads, from `head` on, of `count` queries."""
 
-    count: Any  # traced
-    place: Callable  # item number -> (query, first head)
+    count: Any  # traced; may be 0
+    head: Any
+    query: Callable  # item number -> query; numbers past the last one give some query
     request: Callable  # item number -> number of tokens of its query, asked for early; an opaque value
     pairs: Callable  # that value -> rounds, at least 1
 
 
-def items_of_block(hw, s_q: int, h_q: int, max_tokens: int, length_ref, some_global_ref, block, blocks: int) -> Items:
-    """Items of block number `block` of `blocks`.
+def items_of_block(
+    hw, s_q: int, h_q: int, max_tokens: int, length_ref, some_global_ref, scratch_ref, block, blocks: int
+) -> Items:
+    """Items of block number `block` of `blocks`; all threads of the block meet in here.
+
+    The blocks of a team, one for every 64 heads, take the same queries at the same time. Teams take every so manieth
+    query or, where the number of tokens varies, neighbours that are a fair share of the work.
 
     Args:
       max_tokens: upper bound of a query's tokens.
       length_ref: [s_q] int32 tokens per query, clamped to 0..max_tokens; None: max_tokens for all.
       some_global_ref: any array in global memory.
+      scratch_ref: shared memory that nothing else uses yet.
+      blocks: a multiple of the blocks of a team, at most one for every item.
     """
-    groups = -(-h_q // HEADS)
-    total = s_q * groups
+    team_size = -(-h_q // HEADS)
+    teams, team, head = blocks // team_size, lax.div(block, team_size), lax.rem(block, team_size) * HEADS
     zero = hw.hidden_zero(some_global_ref)
+    if length_ref is None:
+        first, stride, count = team, teams, lax.div(s_q - team + (teams - 1), teams)
+    else:
+        first, end = hw.share(scratch_ref, length_ref, max_tokens, ITEM_ROUNDS, team, teams)
+        stride, count = 1, end - first
 
-    def place(i):
-        item = jnp.minimum(block + i * blocks, total - 1)
-        return lax.div(item, groups), lax.rem(item, groups) * HEADS
+    def query(i):
+        return jnp.minimum(first + i * stride, s_q - 1)
 
     def request(i):
-        return zero + max_tokens if length_ref is None else hw.load_scalar(length_ref, place(i)[0])
+        return zero + max_tokens if length_ref is None else hw.load_scalar(length_ref, query(i))
 
     def pairs(tokens):
         # The zero hides what the compilers know of the number: known to be >= 1, it makes ptxas serialise wgmma.
         return jnp.maximum(lax.div(jnp.clip(tokens, 0, max_tokens) + (PAIR - 1), PAIR), 1) + zero
 
-    return Items(lax.div(total - block + (blocks - 1), blocks), place, request, pairs)
+    return Items(count, head, query, request, pairs)
 
 
-def attend(hw, shared: Shared, items: Items, outputs, sink_ref, *, d: int, h_q: int, sm_scale: float):
+def attend(
+    hw, shared: Shared, items: Items, outputs, sink_ref, *, d: int, h_q: int, sm_scale: float, registers=REGISTERS[0]
+):
     """Runs as warpgroups 0 and 1: attends to what the producer delivers and writes the outputs.
 
     Args:
       hw: `mosaic.Hopper()` or `mosaic.Interpreted()`.
-      outputs: references out [s_q * h_q, 512] bf16, max_logits and lse [s_q * h_q] f32.
+      outputs: references out [s_q * h_q, 512] bf16 or f32, max_logits and lse [s_q * h_q] f32.
       sink_ref: [h_q] f32, natural units, or None.
+      registers: per thread of these warpgroups.
     """
     out_ref, max_ref, lse_ref = outputs
     scale = float(sm_scale * _LOG2E)
@@ -199,25 +216,25 @@ def attend(hw, shared: Shared, items: Items, outputs, sink_ref, *, d: int, h_q: 
     def rescale(o, m, new_m, factor):
         return lax.cond(hw.any_differs(m, new_m) != 0, lambda o: o * spread(factor, HALF), lambda o: o, o)
 
-    def finish(w, o, m, l, query, head):
+    def finish(w, o, m, l, query):
         """Normalises and stores this warpgroup's half of the output; m in log2 units. Returns (some key, lse)."""
         total = hw.sum_quads(l) + read_rows(shared.sums[1 - w])
         some = total > 0.0
         safe = jnp.where(some, total, 1.0)
         weight = safe
         if sink_ref is not None:
-            weight = safe + jnp.exp2(hw.load_heads(sink_ref, head, h_q) * _LOG2E - m)
-        o = (o * spread(jnp.where(some, 1.0 / weight, 0.0), HALF)).astype(jnp.bfloat16)
-        hw.store_rows(o, out_ref, query, head, h_q, w * HALF)
+            weight = safe + jnp.exp2(hw.load_heads(sink_ref, items.head, h_q) * _LOG2E - m)
+        o = (o * spread(jnp.where(some, 1.0 / weight, 0.0), HALF)).astype(out_ref.dtype)
+        hw.store_rows(o, out_ref, query, items.head, h_q, w * HALF)
         return some, jnp.log(safe) + m * _LN2
 
     def for_items(one_item):
-        """Calls one_item(item, query, head, its rounds, rounds before it) for all items."""
+        """Calls one_item(item, its rounds, rounds before it) for all items."""
 
         def step(it, carry):
             done, n = carry
             upcoming = items.request(it + 1)
-            one_item(it, *items.place(it), n, done)
+            one_item(it, n, done)
             return done + n, items.pairs(upcoming)
 
         lax.fori_loop(0, items.count, step, (jnp.int32(0), items.pairs(items.request(0))))
@@ -277,7 +294,7 @@ def attend(hw, shared: Shared, items: Items, outputs, sink_ref, *, d: int, h_q: 
             o, s = hw.accumulate(other_tile_and_next, o, zeros(ROWS))
             return o, m, l, highest, s
 
-        def one_item(it, query, head, n, done):
+        def one_item(it, n, done):
             wait(QUERY, it)
 
             def logits(accs):
@@ -287,9 +304,9 @@ def attend(hw, shared: Shared, items: Items, outputs, sink_ref, *, d: int, h_q: 
             carry = (zeros(HALF), row_of(_LOWEST), row_of(0.0), row_of(-jnp.inf), *hw.accumulate(logits, zeros(ROWS)))
             carry = lax.fori_loop(0, n - 1, functools.partial(round_, it=it, done=done, last=False), carry)
             o, m, l, highest = round_(n - 1, carry, it, done, last=True)
-            some, _ = finish(0, o, m, l, query, head)
+            some, _ = finish(0, o, m, l, items.query(it))
             highest = jnp.maximum(highest, read_rows(shared.highest1)) * _LN2
-            hw.store_heads(jnp.where(some, highest, -jnp.inf), max_ref, query, head, h_q)
+            hw.store_heads(jnp.where(some, highest, -jnp.inf), max_ref, items.query(it), items.head, h_q)
 
         for_items(one_item)
 
@@ -334,12 +351,12 @@ def attend(hw, shared: Shared, items: Items, outputs, sink_ref, *, d: int, h_q: 
             arrive(FREE + RIGHT0)
             return o, m1, l, highest
 
-        def one_item(it, query, head, n, done):
+        def one_item(it, n, done):
             wait(QUERY, it)
             carry = (zeros(HALF), row_of(_LOWEST), row_of(0.0), row_of(-jnp.inf))
             o, m, l, _ = lax.fori_loop(0, n, functools.partial(round_, n=n, done=done), carry)
-            some, lse = finish(1, o, m, l, query, head)
-            hw.store_heads(jnp.where(some, lse, jnp.inf), lse_ref, query, head, h_q)
+            some, lse = finish(1, o, m, l, items.query(it))
+            hw.store_heads(jnp.where(some, lse, jnp.inf), lse_ref, items.query(it), items.head, h_q)
 
         for_items(one_item)
 
@@ -347,7 +364,7 @@ def attend(hw, shared: Shared, items: Items, outputs, sink_ref, *, d: int, h_q: 
 
         @pl.when(lax.axis_index("warpgroup") == w)
         def _(warpgroup=warpgroup):
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(registers, action="increase")
             warpgroup()
 
 
@@ -361,11 +378,11 @@ def compiler_params() -> plgpu.CompilerParams:
     )
 
 
-def output_types(s_q: int, h_q: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def output_types(s_q: int, h_q: int, dtype=jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
     """out, max_logits, lse, with query and head flattened into one axis."""
     rows = s_q * h_q
     return (
-        jax.ShapeDtypeStruct((rows, D_V), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows, D_V), dtype),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
     )

@@ -86,6 +86,13 @@ class Interpreted:
         return ref[i]
 
     @staticmethod
+    def share(scratch_ref, lengths_ref, most, extra, part, parts):
+        rounds = lax.div(jnp.clip(lengths_ref[...], 0, most) + 2 * ROWS - 1, 2 * ROWS)
+        work = jnp.maximum(rounds, 1) + extra
+        position = (jnp.cumsum(work) - work) * parts
+        return tuple(jnp.sum(position < bound * work.sum(), dtype=jnp.int32) for bound in (part, part + 1))
+
+    @staticmethod
     def load_tokens(indices_ref, row, first, limit):
         columns = first + lax.iota(jnp.int32, 2 * ROWS)
         values = indices_ref[row, :]

@@ -67,7 +67,7 @@ def gather(hw, shared: Shared, items: Items, inputs, *, h_q: int, max_tokens: in
 
     def round_(i, tokens, it, done, limit, next_limit, n):
         r, ends = done + i, i + 1 >= n
-        query = items.place(it + jnp.where(ends, 1, 0))[0]
+        query = items.query(it + jnp.where(ends, 1, 0))
         first = jnp.where(ends, 0, (i + 1) * PAIR)
         upcoming_limit = jnp.clip(jnp.where(ends, next_limit, limit), 0, max_tokens)
         upcoming = hw.load_tokens(indices_ref, query, first, upcoming_limit)
@@ -91,17 +91,16 @@ def gather(hw, shared: Shared, items: Items, inputs, *, h_q: int, max_tokens: in
     def one_item(it, carry):
         done, limit, next_limit, tokens = carry
         later_limit = items.request(it + 2)
-        query, head = items.place(it)
-
         pl.when(it > 0)(lambda: hw.wait(barriers, FREE + QUERY, lax.rem(it + 1, 2)))
-        q_rows = hw.rows_to_copy(hw.consecutive_tokens(query * h_q + head, h_q - head), 0)
+        first = items.query(it) * h_q + items.head
+        q_rows = hw.rows_to_copy(hw.consecutive_tokens(first, h_q - items.head), 0)
         hw.copy_rows(q_ref, q_rows, 0, shared.q.at[0], barriers, QUERY, keep=False)
         n = items.pairs(limit)
         tokens = lax.fori_loop(0, n, lambda i, tokens: round_(i, tokens, it, done, limit, next_limit, n), tokens)
         return done + n, next_limit, later_limit, tokens
 
     limit = items.request(0)
-    tokens = hw.load_tokens(indices_ref, items.place(0)[0], jnp.int32(0), jnp.clip(limit, 0, max_tokens))
+    tokens = hw.load_tokens(indices_ref, items.query(0), jnp.int32(0), jnp.clip(limit, 0, max_tokens))
     done, *_ = lax.fori_loop(0, items.count, one_item, (jnp.int32(0), limit, items.request(1), tokens))
     # Every phase is waited for, the last ones here.
     hw.wait(barriers, FREE + QUERY, lax.rem(items.count + 1, 2))
@@ -133,13 +132,17 @@ def sparse_mla_attention(
         length_ref = refs.pop(0) if topk_length is not None else None
         sink_ref = refs.pop(0) if attn_sink is not None else None
         outputs, shared = refs[:3], open_shared(hw, types, refs[3:])
-        items = items_of_block(hw, s_q, h_q, topk, length_ref, kv_ref, lax.axis_index("block"), blocks)
-        attend(hw, shared, items, outputs, sink_ref, d=d, h_q=h_q, sm_scale=sm_scale)
+        block = lax.axis_index("block")
+        items = items_of_block(hw, s_q, h_q, topk, length_ref, kv_ref, shared.words, block, blocks)
 
-        @pl.when(lax.axis_index("warpgroup") == 2)
+        @pl.when(items.count > 0)
         def _():
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            gather(hw, shared, items, (q_ref, kv_ref, indices_ref), h_q=h_q, max_tokens=topk)
+            attend(hw, shared, items, outputs, sink_ref, d=d, h_q=h_q, sm_scale=sm_scale)
+
+            @pl.when(lax.axis_index("warpgroup") == 2)
+            def _():
+                plgpu.set_max_registers(REGISTERS[1], action="decrease")
+                gather(hw, shared, items, (q_ref, kv_ref, indices_ref), h_q=h_q, max_tokens=topk)
 
     out, max_logits, lse = plgpu.kernel(
         kernel,

@@ -176,6 +176,19 @@ def test_race_detection_finds_an_early_arrival(monkeypatch):
         assert "RACE DETECTED" in str(error)
 
 
+@pytest.mark.parametrize("n, parts", [(1, 1), (5, 4), (40, 7), (1000, 132), (4096, 66)])
+@pytest.mark.parametrize("most", [1, 640, 8192])
+def test_shares_are_fair(rng, n, parts, most):
+    """Every row in one part, and no part more than a row's work above the average, whatever the lengths."""
+    lengths = [rng.integers(-9, most + 99, n), np.zeros(n), np.where(rng.random(n) < 0.03, most, 0)]
+    for length in (np.array(x, np.int32) for x in lengths):
+        work = np.maximum(-(-np.clip(length, 0, most) // 128), 1) + 2
+        bounds = [Interpreted.share(None, jnp.array(length), most, 2, part, parts) for part in range(parts)]
+        assert bounds[0][0] == 0 and bounds[-1][1] == n
+        assert all(end == first for (_, end), (first, _) in itertools.pairwise(bounds))
+        assert max(work[first:end].sum() for first, end in bounds) <= work.sum() / parts + work.max()
+
+
 # ---------------------------------------------------------------------------------------------- dispatch, lowering
 def shapes(s_q=4096, h_q=64, d=512, topk=640, s_kv=32_768, extras=True, dtype=jnp.bfloat16):
     sds = jax.ShapeDtypeStruct
@@ -326,6 +339,19 @@ def test_any_number_of_heads(h_q):
     whole = run(q, kv, indices, None, sink, interpret=False)
     for a, b in zip(run(q[:, :h_q], kv, indices, None, sink[:h_q], interpret=False), whole):
         np.testing.assert_array_equal(a, b[:, :h_q])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("s_q", [1, 131, 385, 5000])
+def test_unfair_lengths_on_gpu(s_q):
+    """Lengths that are 0 nearly everywhere, then nowhere: every query is answered, by one block, the same way."""
+    rng = np.random.default_rng(s_q)
+    q, kv, indices = inputs(rng, s_q, 8, 700, 640)
+    for length in (np.where(rng.random(s_q) < 0.03, 640, 0), np.sort(rng.integers(0, 641, s_q))):
+        behind = np.arange(640) >= length[:, None]
+        want = run(q, kv, np.where(behind, -1, indices), interpret=False)
+        for a, b in zip(run(q, kv, indices, length.astype(np.int32), interpret=False), want):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.gpu

@@ -27,6 +27,11 @@ types: $(VENV)/.installed
 aot: $(VENV)/.aot
 	$(PY) -m pytest -m aot
 
+# All benchmarks that the machine allows, and the plots; see `python -m benchmarks --help`.
+bench: $(VENV)/.installed
+	test ! -e /dev/nvidiactl || $(PY) -m pip install -q -e ".[cuda]"
+	$(PY) -m benchmarks
+
 $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.12 found; install one (for example: uv python install 3.12)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,72 @@
+"""Runs all benchmarks that this machine allows, into one JSONL file, and draws the plots: make bench
+
+On Hopper GPUs the rows go to benchmarks/results/<date>-<device>.jsonl (or --out FILE). FlashMLA is timed beside our
+kernels where the package flash_mla (sgl-flash-mla 1.0.0, extra `compare`) is installed; what needs several GPUs runs
+where there are several. On any other machine small sizes run on the CPU, into build/<date>-cpu-small.jsonl: they tell
+that the code works, not how fast it is.
+"""
+
+import argparse
+import datetime
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def hopper_gpus() -> int:
+    """GPUs of compute capability 9.0, without starting JAX: it would take their memory."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True).stdout.split().count("9.0")
+    except FileNotFoundError:
+        return 0
+
+
+def flashmla_library() -> list[str]:
+    """The option that names FlashMLA's library, if it is installed."""
+    spec = importlib.util.find_spec("flash_mla")
+    folders = spec.submodule_search_locations or [] if spec else []
+    files = [file for folder in folders for file in sorted(pathlib.Path(folder).glob("_C_legacy.*so"))]
+    return ["--flashmla", str(files[0])] if files else []
+
+
+def commands(gpus: int, flashmla: list[str], out: list[str]) -> list[list[str]]:
+    """Arguments of `python -m` for a machine with so many Hopper GPUs."""
+    if not gpus:
+        return [["benchmarks.small", *out]]
+    one = [
+        ["bench_gather_dequant"], ["bench_swa_combine"], ["bench_sparse_mla", *flashmla],
+        ["bench_paged_mla", *flashmla], ["bench_prefill", "stages", *flashmla], ["bench_prefill", "growth"],
+        ["bench_prefill", "plot"],
+    ]  # fmt: skip
+    several = [["bench_scaling", "layers"], ["bench_scaling", "blocks"]] if gpus > 1 else []
+    return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="JSONL file to append to")
+    parser.add_argument("--list", action="store_true", help="print the commands only")
+    args = parser.parse_args()
+    gpus, out = hopper_gpus(), args.out
+    if out is None and not gpus:
+        out = ROOT / "build" / f"{datetime.date.today().isoformat()}-cpu-small.jsonl"
+        out.parent.mkdir(exist_ok=True)
+    flashmla = flashmla_library()
+    todo = [*commands(gpus, flashmla, ["--out", str(out)] if out else []), ["benchmarks.plots"]]
+    print(f"{gpus} Hopper GPUs, FlashMLA {'installed' if flashmla else 'not installed'}")
+    failed = []
+    for command in todo:
+        print("$ python -m", *command, flush=True)
+        if not args.list and subprocess.run([sys.executable, "-m", *command], cwd=ROOT).returncode:
+            failed.append(" ".join(command))
+    if failed:
+        print("failed:", *failed, sep="\n  ")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""`make bench`: what it runs where, the small sizes of a CPU, and the plots of recorded rows."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import __main__ as bench
+from benchmarks import plots, small
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def test_every_benchmark_is_run():
+    files = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    on_two = [module.removeprefix("benchmarks.") for module, *_ in bench.commands(2, [], [])]
+    assert files <= set(on_two)
+    on_one = bench.commands(1, ["--flashmla", "lib"], ["--out", "rows"])
+    assert all(command[-2:] == ["--out", "rows"] for command in on_one)
+    assert sum("--flashmla" in command for command in on_one) == 3 and "benchmarks.bench_scaling" not in str(on_one)
+    assert bench.commands(0, [], []) == [["benchmarks.small"]]
+
+
+def test_list_on_this_machine():
+    command = [sys.executable, "-m", "benchmarks", "--list"]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert said.strip().endswith("$ python -m benchmarks.plots")
+    assert ("benchmarks.small" in said) == said.startswith("0 Hopper GPUs")
+
+
+def test_small_sizes_are_called_so_and_have_no_rates(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(small, "SIZES", dict(xla=dict(rows=2, h_q=1)))
+    small.measure(tmp_path / "rows.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {row["op"] for row in rows} == {
+        "gather_dequant", "combine_swa_indices", "sparse_mla_attention", "paged_mla_attention",
+    }  # fmt: skip
+    assert all(row["size"] == "small" and row["us"] > 0 and row["clock"] == "host" for row in rows)
+    assert not any({"tflops", "gbps", "ceiling_share"} & set(row) for row in rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and all(line.startswith("small size, CPU") and "FLOP" not in line for line in lines)
+
+
+def rows_of_every_kind() -> list[dict]:
+    ours = dict(implementation="mosaic_gpu")
+    sparse = dict(
+        ours, op="sparse_mla_attention", case="d512_h64_k640_s4096_kv32768", features="plain", us=600, tflops=570,
+        ceiling_tflops=800, baseline_us=640, ratio=1.07, baseline="sgl-flash-mla 1.0.0, same run",
+    )  # fmt: skip
+    gather = dict(ours, op="gather_dequant", case="V4", us=100, bytes=4e8, gbps=4000, ceiling_gbps=4300, ratio=None)
+    layers = [dict(ours, op="prefill_layers", case=f"c4_p1_e2_cp{n}_h64_k512", us=100 / n) for n in (1, 2)]
+    return [sparse, gather, *layers]
+
+
+def test_plots(tmp_path):
+    (tmp_path / "2026-01-01-gpu.jsonl").write_text("\n".join(json.dumps(row) for row in rows_of_every_kind()))
+    assert plots.draw(tmp_path, tmp_path / "out") == ["roofline", "flashmla", "scaling"]
+    for path in (tmp_path / "out").iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 200_000
+
+
+@pytest.mark.parametrize("gone, left", [(0, ["roofline", "scaling"]), (3, ["roofline", "flashmla"])])
+def test_only_what_has_rows_is_drawn(tmp_path, gone, left):
+    rows = rows_of_every_kind()
+    del rows[gone]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    assert plots.draw(tmp_path, tmp_path / "out") == left
+
+
+def test_the_last_row_of_a_case_counts(tmp_path):
+    for name, us in (("2026-01-02-gpu", 2), ("2026-01-01-gpu", 1)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(rows_of_every_kind()[0] | dict(us=us)))
+    (row,) = plots.load(tmp_path)
+    assert row["us"] == 2
+
+
+def test_intensity():
+    row = dict(case="d512_h64_k640_s4096_kv32768", us=1.0, tflops=2 * 64 * 4096 * 640 * 1024 / 1e6)
+    read = 4096 * 64 * 512 * 2 + 4096 * 640 * 4 + 32768 * 512 * 2
+    assert plots.flop_per_byte(row) == pytest.approx(2 * 64 * 4096 * 640 * 1024 / (read + 4096 * 64 * 512 * 2))
+    assert plots.flop_per_byte(dict(case="c4_p1")) is None

@@ -1,4 +1,4 @@
-"""Runs one request of a decoder chunk by chunk: what the main job's arms are made of."""
+"""Runs requests of a decoder chunk by chunk: what the main job's arms are made of."""
 
 import dataclasses
 import functools
@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsa_cp_jax.attention import dsa_prefill_attention_local
 from dsa_cp_jax.chunk import ChunkPlan, PrefillChunk, make_plan
-from dsa_cp_jax.config import compress_ratio
 from dsa_cp_jax.gate import GateDecision, can_use_sparse_prefill
 from dsa_cp_jax.model import Decoder
 from dsa_cp_jax.modules import shard_over_cp
@@ -60,7 +59,7 @@ class ChunkResult:
     """What a chunk gave.
 
     Attributes:
-      logits: [vocab] float32 of the last token.
+      logits: [requests, vocab] float32 of each request's last token; without tokens in the chunk, anything.
       num_tokens: tokens of the chunk.
       gate: what the host's gate says about it.
       ran_sparse: which branch ran, as the device reports it.
@@ -76,8 +75,9 @@ class Engine:
     """A decoder over FP8 (V4) pools on the devices of a CP mesh, and on the first of them alone for cp_size 1."""
 
     def __init__(
-        self, model: Decoder, *, devices: Sequence[jax.Device], token_capacity: int, pages: int, attention_dtype
-    ):
+        self, model: Decoder, *, devices: Sequence[jax.Device], token_capacity: int, pages: int, attention_dtype,
+        requests: int = 1, gate: str = "seed",
+    ):  # fmt: skip
         """Sets up tables and programs; nothing is compiled before it is used.
 
         Args:
@@ -85,28 +85,29 @@ class Engine:
           devices: one per rank; with several processes, those of all of them. The arm without CP runs on the first
             device of its own process, in each.
           token_capacity: most tokens of a chunk, divisible by the number of devices.
-          pages: size of the pools, in SWA pages.
+          pages: room in the pools for each request, in SWA pages.
           attention_dtype: what q is cast to for the attention; the kernels take bfloat16.
+          requests: most requests of a chunk.
+          gate: of `make_plan`.
         """
         self.model, self.pages, self.token_capacity = model, pages, token_capacity
-        self.attention_dtype = attention_dtype
+        self.attention_dtype, self.requests, self.gate = attention_dtype, requests, gate
         self.config = config = model.layers[0].attention.config
         alone = next(device for device in devices if device.process_index == jax.process_index())
         self.mesh = {n: Mesh(np.array(group), (CP_AXIS,)) for n, group in {1: [alone], len(devices): devices}.items()}
         self.placed_model = {n: self._place(n, model) for n in self.mesh}
-        self.num_positions = pages * config.swa_page_size
-        self.compressed_pages = {
-            kind: cdiv(self.num_positions // compress_ratio(kind), config.compressed_page_size(kind))
-            for kind in ("c4", "c128")
-        }
+        positions = pages * config.swa_page_size  # of a request
+        kinds = dict(c4=4, c128=128)
+        tables = {kind: cdiv(positions // ratio, config.compressed_page_size(kind)) for kind, ratio in kinds.items()}
+        self.compressed_pages = {kind: requests * width for kind, width in tables.items()}
         rng = np.random.default_rng(0)
         self.tables = dict(
-            req_pool_indices=[0],
-            req_to_token=page_map(pages, config.swa_page_size, seed=1)[None],
-            full_to_swa=page_map(pages, config.swa_page_size, seed=2),
-            page_tables={4: rng.permutation(self.compressed_pages["c4"])[None],
-                         128: rng.permutation(self.compressed_pages["c128"])[None]},
-        )  # fmt: skip
+            req_to_token=page_map(requests * pages, config.swa_page_size, seed=1).reshape(requests, positions),
+            full_to_swa=page_map(requests * pages, config.swa_page_size, seed=2),
+        )
+        self.page_tables = {
+            ratio: rng.permutation(self.compressed_pages[kind]).reshape(requests, -1) for kind, ratio in kinds.items()
+        }
         self.step = jax.jit(self._step, static_argnames=("cp_size", "path"), donate_argnames="caches")
 
     def _replicated(self, cp_size: int) -> NamedSharding:
@@ -118,7 +119,7 @@ class Engine:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree)
 
     def _step(self, model, tokens, chunk, caches, allow_sparse, contiguous, *, cp_size: int, path: str):
-        plan = make_plan(chunk, self.config, cp_size=cp_size)
+        plan = make_plan(chunk, self.config, cp_size=cp_size, gate=self.gate)
         plan = dataclasses.replace(plan, use_sparse=plan.use_sparse & allow_sparse)
 
         def attend(q, plan, *args, **kwargs):
@@ -135,46 +136,58 @@ class Engine:
             logits, caches, ran_sparse = run(model, split_round_robin(tokens, cp_size), plan, caches)
             logits = merge_round_robin(logits, cp_size, tokens.shape[0])
         # Every process reads it, so every device has to have it.
-        last = lax.with_sharding_constraint(logits[plan.num_tokens - 1], self._replicated(cp_size))
-        return last, caches, ran_sparse
+        last = logits[jnp.maximum(jnp.cumsum(chunk.extend_lens) - 1, 0)]
+        return lax.with_sharding_constraint(last, self._replicated(cp_size)), caches, ran_sparse
 
-    def start(self, arm: Arm) -> "Session":
-        """An empty sequence."""
-        compressed_pages = self.compressed_pages
+    def start(self, arm: Arm, rows: Sequence[int] = (0,)) -> "Session":
+        """Empty sequences of some requests, which arm reads together: their rows in the engine's tables."""
         caches = self.model.init_caches(
-            layout=KVLayout.V4, swa_pages=self.pages, compressed_pages=compressed_pages, state_rows=1, dtype=jnp.float32
-        )
-        return Session(self, arm, self._place(arm.cp_size, caches))
+            layout=KVLayout.V4, swa_pages=self.requests * self.pages, compressed_pages=self.compressed_pages,
+            state_rows=self.requests, dtype=jnp.float32,
+        )  # fmt: skip
+        return Session(self, arm, rows, self._place(arm.cp_size, caches))
 
 
 class Session:
-    """One sequence under way in an arm."""
+    """Sequences under way in an arm."""
 
-    def __init__(self, engine: Engine, arm: Arm, caches):
-        self.engine, self.arm, self.caches, self.length = engine, arm, caches, 0
+    def __init__(self, engine: Engine, arm: Arm, rows: Sequence[int], caches):
+        self.engine, self.arm, self.rows, self.caches = engine, arm, list(rows), caches
+        self.lengths = np.zeros(len(rows), np.int32)
 
-    def feed(self, tokens: np.ndarray) -> ChunkResult:
-        """Runs a chunk of at most `token_capacity` tokens.
+    def feed(self, *pieces: np.ndarray) -> ChunkResult:
+        """Runs a chunk: the next tokens of each request, none or some, at most `token_capacity` together.
 
-        Three kinds of programs: without CP every chunk is sparse; under CP the gate is taken inside, but a chunk of
-        fewer tokens than ranks (a decoding step) always pads, so its program has the dense branch alone.
+        Three kinds of programs: without CP every chunk is sparse; under CP the gate is taken inside, but where it keeps
+        the short chunks of decoding steps from the sparse path, their program has the dense branch alone.
         """
-        engine, arm, n = self.engine, self.arm, len(tokens)
-        short = n < arm.cp_size or n == 1
-        capacity = arm.cp_size if short else engine.token_capacity
-        path = "sparse" if arm.cp_size == 1 else "dense" if short else "auto"
+        engine, arm = self.engine, self.arm
+        lengths = np.array([len(piece) for piece in pieces], np.int32)
+        n, spare = int(lengths.sum()), engine.requests - len(pieces)
+        rows = cdiv(n, arm.cp_size)
+        if engine.gate == "wide":
+            gate = GateDecision(n > 0, f"wide gate: {len(pieces)} requests, {n} tokens over cp_size={arm.cp_size}")
+        else:
+            gate = can_use_sparse_prefill(
+                rows, lengths.tolist(), is_cp_round_robin=arm.cp_size > 1, cp_num_rows=rows, cp_size=arm.cp_size
+            )
+        small = cdiv(engine.requests, arm.cp_size) * arm.cp_size
+        short = n < small or n <= engine.requests
+        capacity = small if short else engine.token_capacity
+        path = "sparse" if arm.cp_size == 1 else "dense" if short and not gate else "auto"
+
+        self.lengths += lengths
+        order = self.rows + [0] * spare
+        page_tables = {ratio: table[order] for ratio, table in engine.page_tables.items()}
         chunk = PrefillChunk.build(
-            seq_lens=[self.length + n], extend_lens=[n], token_capacity=capacity, cp_size=arm.cp_size, **engine.tables
-        )
-        args = (jnp.asarray(np.pad(tokens, (0, capacity - n)), jnp.int32), chunk)
+            seq_lens=np.pad(self.lengths, (0, spare)), extend_lens=np.pad(lengths, (0, spare)), num_reqs=len(pieces),
+            req_pool_indices=order, token_capacity=capacity, cp_size=arm.cp_size,
+            page_tables=page_tables, **engine.tables,
+        )  # fmt: skip
+        args = (jnp.asarray(np.pad(np.concatenate(pieces), (0, capacity - n)), jnp.int32), chunk)
         flags = (jnp.bool_(arm.allow_sparse), jnp.bool_(arm.contiguous))
         args, flags = engine._place(arm.cp_size, (args, flags))
         logits, self.caches, ran_sparse = engine.step(
             engine.placed_model[arm.cp_size], *args, self.caches, *flags, cp_size=arm.cp_size, path=path
         )
-        self.length += n
-        rows = cdiv(n, arm.cp_size)
-        gate = can_use_sparse_prefill(
-            rows, [n], is_cp_round_robin=arm.cp_size > 1, cp_num_rows=rows, cp_size=arm.cp_size
-        )
-        return ChunkResult(np.asarray(logits), n, gate, bool(ran_sparse))
+        return ChunkResult(np.asarray(logits)[: len(pieces)], n, gate, bool(ran_sparse))

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import platform
 import sys
@@ -24,11 +23,12 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from dsa_cp_jax.config import DSAConfig
-from dsa_cp_jax.engine import Arm, ChunkResult, Engine
+from dsa_cp_jax.engine import Arm, ChunkResult, Engine, Session
 from dsa_cp_jax.model import Decoder
 from dsa_cp_jax.processes import ProcessError, start_processes
 from dsa_cp_jax.progress import Progress
 from dsa_cp_jax.prompts import Prompt, PromptError, check_fits, default_prompts, read_prompt
+from dsa_cp_jax.report import CONTROL_FACTOR, PromptReport, compare_logits, find_failures, print_table, write_json
 from pallas_kernels.common import cdiv
 
 CONFIG = dataclasses.replace(DSAConfig.tiny(), swa_page_size=256, c4_page_size=64, c128_page_size=2)
@@ -36,12 +36,6 @@ KINDS = ("c0", "c128", "c4", "c128", "c4")
 NEW_TOKENS = 16
 BOUNDS = {"float32": 1e-3, "bfloat16": 3e-2}
 """Largest logit difference that the arms may have, for each dtype of the attention (bfloat16 on GPUs)."""
-CONTROL_FACTOR = 10
-"""The naive geometry must differ by more than so many times the bound."""
-TIE_FACTOR = 4
-"""A step is a tie where the two best logits are closer than so many times the largest difference between the arms."""
-MAX_TIES = 0.02
-"""Share of the steps that may be ties."""
 ATTENTION_GAIN, LOGIT_GAIN = 0.05, 1.5
 """Scales of the attention's output and of the logits. Arms that agree up to rounding now and then store another FP8
 value (a step of 6%), or select another one of two equally good entries. A small share of the attention keeps what such
@@ -58,117 +52,100 @@ def build_model() -> Decoder:
     return model
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptReport:
-    """What came out for one prompt.
-
-    Attributes:
-      name, tokens: of the prompt.
-      chunks: [{tokens, path, reason}], prefill chunks of the sparse + CP arm, in order.
-      must_be_sparse: the prompt does not pad: every chunk has to be sparse.
-      generated: tokens of the reference arm.
-      steps, ties: generated tokens; those that are ties.
-      mismatches, tied_mismatches: tokens that differ in some arm and are no ties; those that differ and are ties.
-      max_logit_difference: over all arms and generated tokens.
-      gate_ok: every chunk of every arm took the path that the host's gate says (the dense arm: dense).
-      seconds: {arm: seconds}.
-    """
-
-    name: str
-    tokens: int
-    chunks: list[dict]
-    must_be_sparse: bool
-    generated: list[int]
-    steps: int
-    ties: int
-    mismatches: int
-    tied_mismatches: int
-    max_logit_difference: float
-    gate_ok: bool
-    seconds: dict[str, float]
+def cut(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """How many tokens of each prompt each chunk takes: equal shares of the capacity for those that have some left."""
+    left, chunks = list(lengths), []
+    while any(left):
+        share = capacity // sum(n > 0 for n in left)
+        chunks.append([min(n, share) for n in left])
+        left = [n - taken for n, taken in zip(left, chunks[-1])]
+    return chunks
 
 
-def compare_logits(logits: dict[str, np.ndarray], reference: str) -> tuple[float, np.ndarray, np.ndarray]:
-    """Compares arms that were fed the same tokens.
-
-    Args:
-      logits: {arm: [steps, vocab]}.
-      reference: name of the reference arm.
-
-    Returns:
-      Largest absolute difference from the reference; [steps] bool, ties: the reference's two best logits are closer
-      than TIE_FACTOR times that difference; [steps] bool: the best token of some arm is another one.
-
-    Two arms that differ by d pick different tokens only where the gap is at most 2 d, so with the difference of the
-    same steps every step with different tokens is a tie. It is the bound on the difference, and the one on the number
-    of ties, that make different tokens a failure.
-    """
-    ours = logits[reference]
-    difference = float(np.max([np.abs(other - ours).max() for other in logits.values()]))  # NaN if there is one
-    top = np.sort(ours, axis=-1)[:, -2:]
-    ties = top[:, 1] - top[:, 0] < TIE_FACTOR * difference
-    differs = np.any([other.argmax(-1) != ours.argmax(-1) for other in logits.values()], axis=0)
-    return difference, ties, differs
+def feed(session: Session, pieces: Sequence[np.ndarray], results: list[list[ChunkResult]]) -> None:
+    """Runs a chunk and adds what it gave to the results of each prompt that had tokens in it."""
+    result = session.feed(*pieces)
+    for piece, logits, own in zip(pieces, result.logits, results):
+        if len(piece):
+            own.append(dataclasses.replace(result, logits=logits, num_tokens=len(piece)))
 
 
-def prefill(engine: Engine, arm: Arm, prompt: Prompt, progress: Progress):
-    """Reads a prompt chunk by chunk. Returns the session, which has it cached, and the list of ChunkResults."""
-    session, results = engine.start(arm), []
-    for start in range(0, len(prompt), engine.token_capacity):
-        results.append(session.feed(prompt.tokens[start : start + engine.token_capacity]))
-        progress.advance(f"{prompt.name}: {arm.name}")
-    return session, results
+def prefill(session: Session, prompts: Sequence[Prompt], progress: Progress) -> list[list[ChunkResult]]:
+    """Reads the session's prompts chunk by chunk. Returns each prompt's chunks."""
+    results = [[] for _ in prompts]
+    starts = np.zeros(len(prompts), int)
+    for counts in cut([len(prompt) for prompt in prompts], session.engine.token_capacity):
+        ends = starts + counts
+        feed(session, [p.tokens[i:j] for p, i, j in zip(prompts, starts, ends)], results)
+        starts = ends
+        progress.advance(f"{prompts[int(np.argmax(counts))].name}: {session.arm.name}")
+    return results
 
 
-def run_prompt(engine: Engine, arms: list[Arm], prompt: Prompt, progress: Progress) -> tuple[PromptReport, np.ndarray]:
+def run_batch(
+    engine: Engine, arms: list[Arm], prompts: Sequence[Prompt], progress: Progress
+) -> list[tuple[PromptReport, np.ndarray]]:
     """Prefill and greedy decoding in all arms; the first is the reference, whose tokens all arms go on with.
 
+    The reference reads each prompt alone, the other arms read all of them together.
+
     Returns:
-      The report, and the reference's logits [vocab] after the prompt.
+      For each prompt the report, and the reference's logits [vocab] after the prompt.
     """
-    sessions, results, seconds = {}, {}, {}
+    everyone = range(len(prompts))
+    groups = {arm.name: [[i] for i in everyone] if arm is arms[0] else [list(everyone)] for arm in arms}
+    sessions, results, seconds = {}, {arm.name: [] for arm in arms}, {}
     for arm in arms:
         begin = time.perf_counter()
-        sessions[arm.name], results[arm.name] = prefill(engine, arm, prompt, progress)
+        sessions[arm.name] = [engine.start(arm, rows) for rows in groups[arm.name]]
+        for session in sessions[arm.name]:
+            results[arm.name] += prefill(session, [prompts[i] for i in session.rows], progress)
         seconds[arm.name] = time.perf_counter() - begin
-    prefills = {name: list(chunks) for name, chunks in results.items()}
-    reference, generated = arms[0].name, []
+    prefills = {name: [list(chunks) for chunks in of_prompts] for name, of_prompts in results.items()}
+    reference, generated = arms[0].name, [[] for _ in prompts]
     for step in range(NEW_TOKENS):
-        best = results[reference][-1].logits.argmax()
-        generated.append(int(multihost_utils.broadcast_one_to_all(best)))  # each process has a reference of its own
+        best = np.array([chunks[-1].logits.argmax() for chunks in results[reference]])
+        best = multihost_utils.broadcast_one_to_all(best)  # each process has a reference of its own
+        for tokens, token in zip(generated, best):
+            tokens.append(int(token))
         if step == NEW_TOKENS - 1:
             break
         for arm in arms:
             begin = time.perf_counter()
-            results[arm.name].append(sessions[arm.name].feed(np.array(generated[-1:], np.int32)))
+            for session in sessions[arm.name]:
+                pieces = [np.array(generated[i][-1:], np.int32) for i in session.rows]
+                feed(session, pieces, [results[arm.name][i] for i in session.rows])
+                progress.advance(f"{prompts[session.rows[0]].name}: {arm.name}")
             seconds[arm.name] += time.perf_counter() - begin
-            progress.advance(f"{prompt.name}: {arm.name}")
-
-    logits = {name: np.stack([r.logits for r in chunks[-NEW_TOKENS:]]) for name, chunks in results.items()}
-    difference, ties, differs = compare_logits(logits, reference)
 
     def took_right_path(arm: Arm, result: ChunkResult) -> bool:
         return result.ran_sparse == (arm.allow_sparse and bool(result.gate))
 
     shown = next(arm for arm in arms if arm.cp_size > 1 and arm.allow_sparse)
-    report = PromptReport(
-        name=prompt.name,
-        tokens=len(prompt),
-        chunks=[
-            dict(tokens=r.num_tokens, path="sparse" if r.ran_sparse else "dense", reason=r.gate.reason)
-            for r in prefills[shown.name]
-        ],
-        must_be_sparse=len(prompt) % shown.cp_size == 0,
-        generated=generated,
-        steps=len(generated),
-        ties=int(ties.sum()),
-        mismatches=int((differs & ~ties).sum()),
-        tied_mismatches=int((differs & ties).sum()),
-        max_logit_difference=difference,
-        gate_ok=all(took_right_path(arm, r) for arm in arms for r in results[arm.name]),
-        seconds={name: round(s, 2) for name, s in seconds.items()},
-    )
-    return report, logits[reference][0]
+    reports = []
+    for i, prompt in enumerate(prompts):
+        logits = {name: np.stack([r.logits for r in chunks[i][-NEW_TOKENS:]]) for name, chunks in results.items()}
+        difference, ties, differs = compare_logits(logits, reference)
+        unpadded = len(prompts) == 1 and len(prompt) % shown.cp_size == 0
+        report = PromptReport(
+            name=prompt.name,
+            tokens=len(prompt),
+            chunks=[
+                dict(tokens=r.num_tokens, path="sparse" if r.ran_sparse else "dense", reason=r.gate.reason)
+                for r in prefills[shown.name][i]
+            ],
+            must_be_sparse=engine.gate == "wide" or unpadded,
+            generated=generated[i],
+            steps=NEW_TOKENS,
+            ties=int(ties.sum()),
+            mismatches=int((differs & ~ties).sum()),
+            tied_mismatches=int((differs & ties).sum()),
+            max_logit_difference=difference,
+            gate_ok=all(took_right_path(arm, r) for arm in arms for r in results[arm.name][i]),
+            seconds={name: round(s / len(prompts), 2) for name, s in seconds.items()},
+        )
+        reports.append((report, logits[reference][0]))
+    return reports
 
 
 def run_control(engine: Engine, prompt: Prompt, right: np.ndarray, progress: Progress) -> dict:
@@ -178,70 +155,11 @@ def run_control(engine: Engine, prompt: Prompt, right: np.ndarray, progress: Pro
       right: [vocab] logits of the reference arm after that prompt.
     """
     arm = Arm("naive geometry", max(engine.mesh), contiguous=True)
-    wrong = prefill(engine, arm, prompt, progress)[1][-1].logits
+    wrong = prefill(engine.start(arm), [prompt], progress)[0][-1].logits
     return dict(
         prompt=prompt.name, tokens=len(prompt), max_logit_difference=float(np.abs(right - wrong).max()),
         same_token=bool(right.argmax() == wrong.argmax()),
     )  # fmt: skip
-
-
-def find_failures(reports: Sequence[PromptReport], control: dict, bound: float) -> list[str]:
-    """Why the job fails, in words; empty if all arms agree."""
-    failures = []
-    for r in reports:
-        if r.mismatches:
-            failures.append(f"{r.name}: {r.mismatches} of {r.steps} tokens differ between the arms")
-        if not r.max_logit_difference < bound:
-            failures.append(f"{r.name}: logits differ by {r.max_logit_difference:.1e}, the bound is {bound:.0e}")
-        if not r.gate_ok:
-            failures.append(f"{r.name}: a chunk did not take the path that the gate says")
-        paths = [chunk["path"] for chunk in r.chunks]
-        if r.must_be_sparse and "dense" in paths:
-            failures.append(f"{r.name}: {r.tokens} tokens do not pad, but a chunk ran dense")
-        if not r.must_be_sparse and paths[-1] != "dense":
-            failures.append(f"{r.name}: {r.tokens} tokens pad, but the last chunk did not run dense")
-    ties, steps = sum(r.ties for r in reports), sum(r.steps for r in reports)
-    if ties > MAX_TIES * steps:
-        failures.append(f"{ties} of {steps} steps are ties, more than {MAX_TIES:.0%}")
-    if not control["max_logit_difference"] > CONTROL_FACTOR * bound:
-        failures.append(
-            f"positive control: the naive geometry differs by {control['max_logit_difference']:.1e} only, "
-            f"less than {CONTROL_FACTOR} x {bound:.0e}: the comparison does not see the fault"
-        )
-    return failures
-
-
-def print_table(reports: Sequence[PromptReport]) -> None:
-    """One row per prompt; below it, the path that its chunks took, and why."""
-    print(f"{'prompt':<18} {'tokens':>6} {'chunks':>6} {'equal':>5} {'ties':>4} {'max logit diff':>14} {'seconds':>8}")
-    for r in reports:
-        equal = "no" if r.mismatches else "tie" if r.tied_mismatches else "yes"
-        print(
-            f"{r.name:<18} {r.tokens:>6} {len(r.chunks):>6} {equal:>5} {r.ties:>4} {r.max_logit_difference:>14.1e} "
-            f"{sum(r.seconds.values()):>8.1f}"
-        )
-        runs = []
-        for chunk in r.chunks:
-            key = (chunk["path"], chunk["reason"])
-            if runs and runs[-1][0] == key:
-                runs[-1][1] += 1
-            else:
-                runs.append([key, 1])
-        for (path, reason), count in runs:
-            print(f"    {count} x {path}: {reason}")
-
-
-def write_json(path: Path, data: dict) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def pick_devices(cp_size: int | None, num_processes: int = 1) -> list[jax.Device]:
@@ -280,13 +198,16 @@ def validate(engine: Engine, prompts: list[Prompt], bound: float) -> dict:
     control_prompt = dataclasses.replace(uncut, tokens=uncut.tokens[: len(uncut) // cp_size * cp_size])
     if not len(control_prompt):
         raise PromptError(f"No prompt has cp_size={cp_size} tokens or more: nothing would run sparse.")
-    chunks = [cdiv(len(p), engine.token_capacity) for p in prompts]
-    total = len(arms) * (sum(chunks) + len(prompts) * (NEW_TOKENS - 1)) + 2 * chunks[longest]
+    batches = [prompts[i : i + engine.requests] for i in range(0, len(prompts), engine.requests)]
+    chunks = [len(cut([len(p)], engine.token_capacity)) for p in prompts]
+    together = [len(cut([len(p) for p in batch], engine.token_capacity)) for batch in batches]
+    total = sum(chunks) + 2 * sum(together) + (len(prompts) + 2 * len(batches)) * (NEW_TOKENS - 1) + 2 * chunks[longest]
     with Progress(total, shown=jax.process_index() == 0) as progress:
-        reports, firsts = zip(*(run_prompt(engine, arms, prompt, progress) for prompt in prompts))
+        done = [one for batch in batches for one in run_batch(engine, arms, batch, progress)]
+        reports, firsts = zip(*done)
         right = firsts[longest]
         if len(control_prompt) < len(uncut):
-            right = prefill(engine, arms[0], control_prompt, progress)[1][-1].logits
+            right = prefill(engine.start(arms[0]), [control_prompt], progress)[0][-1].logits
         control = run_control(engine, control_prompt, right, progress)
     failures = find_failures(reports, control, bound)
     seconds = time.perf_counter() - begin
@@ -299,17 +220,19 @@ def validate(engine: Engine, prompts: list[Prompt], bound: float) -> dict:
     )
     steps, ties = sum(r.steps for r in reports), sum(r.ties for r in reports)
     print(
-        f"{'FAILED' if failures else 'passed'}: {len(reports)} prompts, arms {', '.join(a.name for a in arms)}: "
-        f"{steps} steps, {ties} ties, largest logit difference "
+        f"{'FAILED' if failures else 'passed'}: {len(reports)} prompts, {engine.requests} at a time, "
+        f"{engine.gate} gate, arms {', '.join(a.name for a in arms)}: {steps} steps, {ties} ties, "
+        "largest logit difference "
         f"{np.max([r.max_logit_difference for r in reports]):.1e} (bound {bound:.0e}), {seconds:.0f} s"
     )
     for failure in failures:
         print(f"  {failure}")
     device = next(iter(engine.mesh[cp_size].devices.flat))
     return dict(
-        passed=not failures, failures=failures, cp_size=cp_size, device=device.device_kind, bound=bound,
-        token_capacity=engine.token_capacity, pages=engine.pages, kinds=list(KINDS), new_tokens=NEW_TOKENS, ties=ties,
-        steps=steps, seconds=round(seconds, 1), control=control, prompts=[dataclasses.asdict(r) for r in reports],
+        passed=not failures, failures=failures, cp_size=cp_size, gate=engine.gate, batch=engine.requests,
+        device=device.device_kind, bound=bound, token_capacity=engine.token_capacity, pages=engine.pages,
+        kinds=list(KINDS), new_tokens=NEW_TOKENS, ties=ties, steps=steps, seconds=round(seconds, 1), control=control,
+        prompts=[dataclasses.asdict(r) for r in reports],
     )  # fmt: skip
 
 
@@ -325,7 +248,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--prompt-file", action="append", metavar="FILE", help="UTF-8 text to read instead; may be repeated"
     )
     command.add_argument(
-        "--pages", type=int, metavar="N", help="pages of 256 tokens in the pools (default: 48; --quick: 12)"
+        "--pages", type=int, metavar="N", help="pages of 256 tokens for each prompt (default: 48; --quick: 12)"
+    )
+    command.add_argument(
+        "--gate", choices=("seed", "wide"), default="seed",
+        help="which chunks run sparse: of one prompt and unpadded (seed), or all (wide)",
+    )  # fmt: skip
+    command.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="prompts that are read at a time (default: 1)"
     )
     command.add_argument(
         "--coordinator", metavar="HOST:PORT", help="run as several processes, which meet here: process 0 listens there"
@@ -342,6 +272,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--cp must be at least 2, got {args.cp}")
     if len({args.coordinator is None, args.num_processes is None, args.process_id is None}) > 1:
         parser.error("--coordinator, --num-processes and --process-id must be given together")
+    if args.batch < 1:
+        parser.error(f"--batch must be at least 1, got {args.batch}")
     args.pages = args.pages if args.pages is not None else 12 if args.quick else 48
     if args.pages < 1:
         parser.error(f"--pages must be at least 1, got {args.pages}")
@@ -363,7 +295,8 @@ def main(argv: list[str] | None = None) -> int:
         prompts = [read_prompt(path) for path in args.prompt_file or ()]
         if args.coordinator is not None:
             texts = [zlib.crc32(prompt.tokens) for prompt in prompts] or ("quick" if args.quick else "default")
-            job = f"cp {args.cp}, pages {args.pages}, prompts {texts}, Python {platform.python_version()}"
+            how = f"cp {args.cp}, {args.gate} gate, batch {args.batch}, pages {args.pages}"
+            job = f"{how}, prompts {texts}, Python {platform.python_version()}"
             start_processes(args.coordinator, args.num_processes, args.process_id, job=job)
         devices = pick_devices(args.cp, args.num_processes or 1)
         cp_size = len(devices)
@@ -376,8 +309,9 @@ def main(argv: list[str] | None = None) -> int:
         with talker, jax.default_device(mine), jax.default_matmul_precision("highest"):
             capacity = cdiv(1024, cp_size) * cp_size
             engine = Engine(
-                build_model(), devices=devices, token_capacity=capacity, pages=args.pages, attention_dtype=dtype
-            )
+                build_model(), devices=devices, token_capacity=capacity, pages=args.pages, attention_dtype=dtype,
+                requests=args.batch, gate=args.gate,
+            )  # fmt: skip
             report = validate(engine, prompts, BOUNDS[jnp.dtype(dtype).name])
         if args.json is not None and not args.process_id:
             write_json(args.json, report)

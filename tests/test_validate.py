@@ -19,7 +19,8 @@ from dsa_cp_jax import DSAConfig, show_bug, validate
 from dsa_cp_jax.engine import Arm, Engine, contiguous_query_pos
 from dsa_cp_jax.model import Decoder
 from dsa_cp_jax.prompts import DEFAULT_PROMPTS, Prompt, PromptError, default_prompts
-from dsa_cp_jax.validate import PromptReport, compare_logits, find_failures, main, write_json
+from dsa_cp_jax.report import PromptReport, compare_logits, find_failures, write_json
+from dsa_cp_jax.validate import cut, main
 from tests.helpers.world import traced_once
 
 
@@ -116,6 +117,8 @@ def test_a_lost_interrupt_comes_through():
     [
         ["--cp", "1"],
         ["--pages", "0"],
+        ["--batch", "0"],
+        ["--gate", "narrow"],
         ["--json", "/no/such/place/r.json"],
         ["--json", "."],
         ["--show-bug", "/no/such/place/x.png"],
@@ -176,8 +179,8 @@ DENSE = [dict(tokens=8, path="dense", reason="")]
         (dict(max_logit_difference=float("nan")), 1.1e-2, "the bound is"),
         (dict(ties=3), 1.1e-2, "3 of 100 steps are ties"),
         (dict(gate_ok=False), 1.1e-2, "the path that the gate says"),
-        (dict(chunks=DENSE), 1.1e-2, "do not pad, but a chunk ran dense"),
-        (dict(must_be_sparse=False), 1.1e-2, "pad, but the last chunk did not run dense"),
+        (dict(chunks=DENSE), 1.1e-2, "a chunk ran dense, all must run sparse"),
+        (dict(must_be_sparse=False), 1.1e-2, "the last chunk ran sparse, it must run dense"),
         (dict(must_be_sparse=False, chunks=DENSE), 1.1e-2, None),
         ({}, 0.9e-2, "positive control"),
         ({}, float("nan"), "positive control"),
@@ -192,10 +195,13 @@ def test_exit_code_rule(change, control, failure):
 
 
 @functools.cache
-def tiny_engine(cp_size: int) -> Engine:
+def tiny_engine(cp_size: int, requests: int = 1, gate: str = "seed") -> Engine:
     config = dataclasses.replace(DSAConfig.tiny(), topk=8, swa_page_size=64)
     model = Decoder(config, ("c4",), vocab_size=256, mlp_size=32, rngs=nnx.Rngs(0))
-    return Engine(model, devices=jax.devices("cpu")[:cp_size], token_capacity=64, pages=5, attention_dtype=jnp.float32)
+    return Engine(
+        model, devices=jax.devices("cpu")[:cp_size], token_capacity=64, pages=5, attention_dtype=jnp.float32,
+        requests=requests, gate=gate,
+    )  # fmt: skip
 
 
 def test_arms_agree_and_the_table_says_so(capsys, monkeypatch):
@@ -211,12 +217,31 @@ def test_arms_agree_and_the_table_says_so(capsys, monkeypatch):
     for expected in (
         "    1 x sparse: one request, 64 tokens over cp_size=2\n    1 x sparse: one request, 32 tokens over cp_size=2\n",
         "    1 x dense: padded: 7 tokens are no multiple of cp_size=2\n",
-        "passed: 3 prompts, arms cp 1, sparse + cp 2, dense + cp 2: 12 steps, 0 ties",
+        "passed: 3 prompts, 1 at a time, seed gate, arms cp 1, sparse + cp 2, dense + cp 2: 12 steps, 0 ties",
     ):
         assert expected in printed
     paths = {p["name"]: [c["path"] for c in p["chunks"]] for p in report["prompts"]}
     assert paths == dict(long=["sparse", "sparse"], padded=["sparse", "dense"], short=["dense"])
     assert report["control"]["max_logit_difference"] > 0.1 and report["control"]["tokens"] == 96
+
+
+def test_cut():
+    assert cut([5], 3) == [[3], [2]] and cut([1, 7, 0], 6) == [[1, 3, 0], [0, 4, 0]] and cut([0, 0], 4) == []
+
+
+@pytest.mark.parametrize("gate, paths", [("wide", {"sparse"}), ("seed", {"dense"})])
+def test_prompts_read_together(gate, paths, capsys, monkeypatch):
+    """Four prompts of any length in one chunk, one of them without a partner in the last batch."""
+    monkeypatch.setattr(validate, "NEW_TOKENS", 3)
+    text = np.random.default_rng(1).integers(0, 256, 400).astype(np.int32)
+    prompts = [Prompt(str(n), text[n : n + n]) for n in (90, 33, 1, 64, 50)]
+    report = validate.validate(tiny_engine(2, requests=4, gate=gate), prompts, bound=1e-2)
+    assert report["passed"], capsys.readouterr().out
+    together, alone = report["prompts"][:4], report["prompts"][4]
+    assert {c["path"] for p in together for c in p["chunks"]} == paths
+    assert [c["tokens"] for c in together[0]["chunks"]] == [16, 21, 32, 21]
+    assert f"{gate} gate" in together[0]["chunks"][0]["reason"] or gate == "seed"
+    assert [c["path"] for c in alone["chunks"]] == ["sparse"]
 
 
 def test_control_of_a_prompt_that_pads(capsys, monkeypatch):
@@ -281,9 +306,12 @@ def test_progress_bar(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_quick_run(tmp_path, capsys):
+@pytest.mark.parametrize("batch", [[], ["--gate", "wide", "--batch", "4"]])
+def test_quick_run(batch, tmp_path):
     file = tmp_path / "report.json"
-    assert main(["validate", "--quick", "--cp", "4", "--json", str(file)]) == 0
+    assert main(["validate", "--quick", "--cp", "4", "--json", str(file), *batch]) == 0
     report = json.loads(file.read_text())
     assert report["passed"] and report["steps"] == 64 and len(report["prompts"]) == 4
     assert report["bound"] == 1e-3 and report["control"]["max_logit_difference"] > 1e-2
+    if batch:
+        assert {chunk["path"] for prompt in report["prompts"] for chunk in prompt["chunks"]} == {"sparse"}

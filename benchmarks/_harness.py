@@ -143,13 +143,15 @@ def row(op, case, implementation, times, num_bytes, *, max_abs_err, baseline_us=
     )  # fmt: skip
 
 
-def flop_row(op, case, implementation, times, flop, *, max_abs_err, baseline_us=None, bar=None, **more) -> dict:
-    """A row of an op that is bound by matrix arithmetic."""
+def flop_row(
+    op, case, implementation, times, flop, *, max_abs_err, baseline_us=None, bar=None, ceiling=True, **more
+) -> dict:
+    """A row of an op that is bound by matrix arithmetic; `ceiling` False leaves that measurement out."""
     us, us_min = times
-    tflops, ceiling = flop / us / 1e6, matmul_tflops()
+    tflops, top = flop / us / 1e6, matmul_tflops() if ceiling else None
     return dict(
         op=op, case=case, implementation=implementation, us=round(us, 2), us_min=round(us_min, 2), flop=flop,
-        tflops=round(tflops, 1), ceiling_tflops=round(ceiling), ceiling_share=round(tflops / ceiling, 3),
+        tflops=round(tflops, 1), ceiling_tflops=top and round(top), ceiling_share=top and round(tflops / top, 3),
         max_abs_err=max_abs_err, baseline_us=baseline_us, ratio=baseline_us and round(baseline_us / us, 3), bar=bar,
         **more, **about_this_run(),
     )  # fmt: skip
@@ -165,8 +167,8 @@ class Results:
 
     def add(self, **row):
         share, ratio = row["ceiling_share"], row["ratio"]
-        rate = f"{row['gbps']:5d} GB/s {share:6.1%} of a copy" if "gbps" in row else ""
-        rate = rate or f"{row['tflops']:5.0f} TFLOP/s {share:6.1%} of a matmul"
+        rate = f"{row['gbps']:5d} GB/s" if "gbps" in row else f"{row['tflops']:5.0f} TFLOP/s"
+        rate += f" {share:6.1%} of a {'copy' if 'gbps' in row else 'matmul'}" if share else ""
         print(
             f"{row['op']:20s} {row['case']:34s} {row['implementation']:10s} {row['us']:9.1f} us {rate}"
             + (f", {ratio:.3f} x baseline" if ratio else ""),

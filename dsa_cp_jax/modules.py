@@ -65,14 +65,17 @@ class LayerCache:
     index: CompressedCache | None = None
 
 
-def gather_chunk(rows, cp_axis: str | None):
-    """All-gathers rank-local rows [rows, ...] (a pytree of them) over the CP axis, into chunk order [cp * rows, ...].
+def gather_rows(rows, cp_axis: str | None):
+    """All-gathers rank-local rows [rows, ...] (a pytree of them) over the CP axis: [rows, cp, ...].
 
-    The gathered axis goes behind the rows, and chunk row r + cp_size * k is (k, r): that is the un-interleave.
+    Chunk row r + cp_size * k is (k, r), so flattening the first two axes (`in_chunk_order`) is the un-interleave.
     """
-    if cp_axis is None:
-        return rows
-    return jax.tree.map(lambda x: lax.all_gather(x, cp_axis, axis=1).reshape(-1, *x.shape[1:]), rows)
+    return jax.tree.map(lambda x: x[:, None] if cp_axis is None else lax.all_gather(x, cp_axis, axis=1), rows)
+
+
+def in_chunk_order(gathered):
+    """[rows, cp, ...] of `gather_rows` -> [cp * rows, ...] in chunk order."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), gathered)
 
 
 class DSAAttention(nnx.Module):
@@ -145,26 +148,33 @@ class DSAAttention(nnx.Module):
         index = CompressedCache(entries=keys, state=self.indexer.compressor.init_state(state_rows, dtype))
         return LayerCache(swa=swa, compressed=compressed, index=index)
 
-    def write(self, x, angles, plan: ChunkPlan, cache: LayerCache, *, cp_axis: str | None) -> LayerCache:
-        """Writes the chunk's KV, and the compressed entries and keys that it completes. The one exchange is in here.
+    def rows_to_share(self, x, angles, layout: KVLayout) -> dict[str, jax.Array]:
+        """What every rank must have of these rows. Nothing else is communicated.
 
         Args:
           x: [rows, hidden_size], this rank's rows.
           angles: [rows, d_rope / 2], their RoPE angles.
-          plan: the chunk's plan.
-          cache: what came before.
-          cp_axis: as in `__call__`.
+          layout: of the pools, which store what travels as KV.
 
         Returns:
-          The new cache, the same on every rank.
+          [rows, ...] each: `kv`, records of `layout`; `compressor` and `indexer`, values and gates of
+          `Compressor.project`, in the layers that have them.
         """
-        rows = dict(kv=quantize_rows(apply_rope(self.kv_norm(self.kv_proj(x)), angles), layout=cache.swa.layout))
-        if cache.compressed is not None:
+        rows = dict(kv=quantize_rows(apply_rope(self.kv_norm(self.kv_proj(x)), angles), layout=layout))
+        if compress_ratio(self.kind):
             rows["compressor"] = self.compressor.project(x)
-        if cache.index is not None:
+        if self.kind == "c4":
             rows["indexer"] = self.indexer.compressor.project(x)
-        with jax.named_scope("gather_chunk"):
-            chunk_rows = gather_chunk(rows, cp_axis)
+        return rows
+
+    def write(self, chunk_rows: dict[str, jax.Array], plan: ChunkPlan, cache: LayerCache) -> LayerCache:
+        """The cache with the chunk's KV, and the compressed entries and keys that it completes.
+
+        Args:
+          chunk_rows: `rows_to_share` of the whole chunk, in chunk order.
+          plan: the chunk's plan.
+          cache: what came before.
+        """
         swa = write_kv(cache.swa, plan.chunk.swa_slots(plan.query_req, plan.query_pos), chunk_rows["kv"])
         if cache.compressed is None:
             return LayerCache(swa=swa)
@@ -219,11 +229,14 @@ class DSAAttention(nnx.Module):
             )
         query_pos, query_req = (rank_rows(y, plan.cp_size, cp_rank) for y in (plan.query_pos, plan.query_req))
         angles = rope_angles(query_pos, self.frequencies)
-        cache = self.write(x, angles, plan, cache, cp_axis=cp_axis)
-
+        with jax.named_scope("gather_chunk"):
+            gathered = gather_rows(self.rows_to_share(x, angles, cache.swa.layout), cp_axis)
         q_latent = self.q_a_norm(self.q_a_proj(x))
         q = self.q_b_proj(q_latent).reshape(rows, config.h_q, config.d_qk)
         q = apply_rope(rms_normalize(q, config.norm_eps), angles)
+        # Nothing that came is read before the queries are made: the exchange runs meanwhile.
+        gathered, q = lax.optimization_barrier((gathered, q))
+        cache = self.write(in_chunk_order(gathered), plan, cache)
         topk_indices = None
         if cache.index is not None:
             with jax.named_scope("indexer"):

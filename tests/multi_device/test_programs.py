@@ -45,20 +45,27 @@ def compile_for(mesh, run, module, rows, config, caches, *, token_capacity):
 
 
 @pytest.mark.parametrize("kind, gpus", [("c0", 2), ("c128", 2), ("c4", 1), ("c4", 2), ("c4", 4)])
-def test_block(kind, gpus):
-    """V4-Flash: one exchange, 584 bytes a token and what the compressors need, while the queries are made."""
+def test_two_blocks(kind, gpus):
+    """V4-Flash: an exchange a layer, of 584 bytes a token and what the compressors need, while the queries are made."""
     capacity = 4096
     block = nnx.eval_shape(lambda: DSAAttention(FLASH, kind, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     pages = dict(swa_pages=capacity // 128, compressed_pages=capacity // 128)
     cache = jax.eval_shape(lambda: block.init_cache(layout=KVLayout.V4, state_rows=1, dtype=jnp.bfloat16, **pages))
-    run = functools.partial(DSAAttention.__call__, cp_axis="cp", path="sparse", implementation="mosaic_gpu")
-    x = jax.ShapeDtypeStruct((capacity, FLASH.hidden_size), jnp.bfloat16)
-    text = compile_for(h200_mesh((gpus,), ("cp",)), run, block, x, FLASH, cache, token_capacity=capacity)
 
-    assert text.count("mosaic_gpu") >= 3
+    def run(block, x, plan, caches):
+        written = []
+        for cache in caches:
+            y, cache = block(x, plan, cache, cp_axis="cp", path="sparse", implementation="mosaic_gpu")
+            x = x + y
+            written.append(cache)
+        return x, written
+
+    x = jax.ShapeDtypeStruct((capacity, FLASH.hidden_size), jnp.bfloat16)
+    text = compile_for(h200_mesh((gpus,), ("cp",)), run, block, x, FLASH, [cache] * 2, token_capacity=capacity)
+    assert text.count("mosaic_gpu") >= 2 * 3
     lines = text.splitlines()
     found = [i for i, line in enumerate(lines) if re.search(COLLECTIVES, line)]
-    assert len(found) == (1 if gpus > 1 else 0), [lines[i] for i in found]
+    assert len(found) == (2 if gpus > 1 else 0), [lines[i] for i in found]
     for start in found:
         assert " all-gather-start(" in lines[start]
         arrays = re.findall(r"(u8|bf16|f32)\[([\d,]+)\]", lines[start].split(" all-gather-start(")[0])
@@ -67,7 +74,7 @@ def test_block(kind, gpus):
         sent = num_bytes // (1 + gpus)  # its type holds what goes in and what comes out
         assert sent == capacity // gpus * (584 + 2 * COMPRESSOR_NUMBERS[kind])
         done = next(i for i in range(start, len(lines)) if " all-gather-done(" in lines[i])
-        # Meanwhile 64 heads of 512 are projected (in c4 layers with the indexer's queries), or at least normalised.
+        # Meanwhile 64 heads of 512 are projected (in c4 layers with the indexer's queries), or turned by RoPE.
         queries = rf"= bf16\[{capacity // gpus},(32768|40960|64,512)\]\S* fusion\("
         assert [line for line in lines[start:done] if re.search(queries, line)], "not hidden"
 

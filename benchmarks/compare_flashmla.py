@@ -140,8 +140,8 @@ def missing() -> tuple[FlashMLA | None, list[str]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- inputs
-@functools.partial(jax.jit, static_argnums=0)
 def sparse_arrays(case: Sparse):
+    """The arguments of `flash_mla_sparse_fwd`: q, kv, indices, topk_length, attn_sink."""
     keys = jax.random.split(jax.random.key(0), 5)
     q = jax.random.normal(keys[0], (S_Q, case.h_q, case.d), jnp.bfloat16)
     kv = jax.random.normal(keys[1], (S_KV, 1, case.d), jnp.bfloat16)
@@ -157,9 +157,14 @@ def sparse_arrays(case: Sparse):
     )
 
 
-@functools.partial(jax.jit, static_argnums=0)
+def run_sparse(case: Sparse, q, kv, indices, topk_length, attn_sink, implementation=None):
+    return sparse_mla_attention(
+        q, kv[:, 0], indices[:, 0], topk_length, attn_sink, sm_scale=case.d**-0.5, implementation=implementation
+    )
+
+
 def paged_arrays(case: Paged):
-    """q, sink, and (pages, slots) of the main pool and of the extra one."""
+    """q, attn_sink, and (pages, slots) of the main pool and of the extra one."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
     scopes = []
     for page_size, topk in zip(PAGES, (case.topk, case.extra_topk)):
@@ -169,6 +174,23 @@ def paged_arrays(case: Paged):
             scopes.append((quantize_pages(rows, layout=layout_of(case.d), page_size=page_size), slots))
     q = jax.random.normal(next(keys), (case.b, case.h_q, case.d), jnp.bfloat16)
     return q, jax.random.normal(next(keys), (case.h_q,)), scopes
+
+
+def run_paged(case: Paged, q, attn_sink, scopes, implementation=None):
+    layout, (main, *extra) = layout_of(case.d), scopes
+    statics: dict = dict(layout=layout, page_size=256)
+    if extra:
+        statics |= dict(extra_layout=layout, extra_page_size=64)
+    args = (q, *main, None, attn_sink, *(extra[0] if extra else ()))
+    return paged_mla_attention(*args, **statics, sm_scale=case.d**-0.5, implementation=implementation)
+
+
+def compiled(cases: list, make: Callable, run: Callable) -> list[tuple]:
+    """(case, program that makes the arrays, program of ours) of each case, compiled side by side."""
+    makes = [jax.jit(functools.partial(make, case)) for case in cases]
+    runs = [(jax.jit(functools.partial(run, case)), jax.eval_shape(make)) for case, make in zip(cases, makes)]
+    programs = harness.compile_all([(make, ()) for make in makes] + runs)
+    return list(zip(cases, programs, programs[len(cases) :]))
 
 
 def layout_of(d: int) -> KVLayout:
@@ -218,57 +240,51 @@ def runs_as(op: Callable, *args, **kwargs) -> str:
     return "mosaic_gpu" if runs_on_hopper() else "xla"
 
 
-def compare_sparse(flashmla: FlashMLA, case: Sparse) -> dict:
-    q, kv, indices, length, sink = arrays = sparse_arrays(case)
-    args, scale = (q, kv[:, 0], indices[:, 0], length, sink), case.d**-0.5
-    run = jax.jit(functools.partial(sparse_mla_attention, sm_scale=scale))
+def compare_sparse(flashmla: FlashMLA, case: Sparse, make: Callable, run: Callable) -> dict:
+    arrays = make()
     tensors = [as_torch(x) for x in arrays]
 
     def theirs():
-        return flashmla.sparse(*tensors, sm_scale=scale)
+        return flashmla.sparse(*tensors, sm_scale=case.d**-0.5)
 
     their_out, _, their_lse = (jnp.from_dlpack(x) for x in theirs())
-    got = run(*args)
-    features = "sink, lengths uniform" if case.features else "plain"
+    got = run(*arrays)
     return dict(
-        case=f"d{case.d}_h{case.h_q}_k{case.topk}_s{S_Q}_kv{S_KV}", features=features,
-        implementation=runs_as(sparse_mla_attention, *args, sm_scale=scale),
+        case=f"d{case.d}_h{case.h_q}_k{case.topk}_s{S_Q}_kv{S_KV}",
+        features="sink, lengths uniform" if case.features else "plain",
+        implementation=runs_as(functools.partial(run_sparse, case), *arrays),
         **differences(got.out, got.lse, their_out, their_lse * math.log(flashmla.log_base)),
-        **time_both(lambda: run(*args), theirs),
-    )  # fmt: skip
+        **time_both(lambda: run(*arrays), theirs),
+    )
 
 
-def compare_paged(flashmla: FlashMLA, case: Paged) -> dict:
-    q, sink, scopes = paged_arrays(case)
-    layout, scale, (main, *extra) = layout_of(case.d), case.d**-0.5, scopes
-    statics: dict = dict(layout=layout, page_size=256, sm_scale=scale)
-    if extra:
-        statics |= dict(extra_layout=layout, extra_page_size=64)
-    args = (q, *main, None, sink, *(extra[0] if extra else ()))
-    run = jax.jit(functools.partial(paged_mla_attention, **statics))
+def compare_paged(flashmla: FlashMLA, case: Paged, make: Callable, run: Callable) -> dict:
+    q, sink, scopes = arrays = make()
+    layout = layout_of(case.d)
 
     def cache(pages, page_size):
         tensor, width = as_torch(pages), layout.bytes_per_token
         return tensor[:, : page_size * width].view(-1, page_size, 1, width)
 
+    (pages, slots), *extra = scopes
     more = {}
     if extra:
-        slots = as_torch(extra[0][1])[:, None]
-        more = dict(extra_k_cache=cache(extra[0][0], 64), extra_indices_in_kvcache=slots)
+        slots_of_extra = as_torch(extra[0][1])[:, None]
+        more = dict(extra_k_cache=cache(extra[0][0], 64), extra_indices_in_kvcache=slots_of_extra)
     meta, _ = flashmla.module.get_mla_metadata()
     theirs = functools.partial(
-        flashmla.module.flash_mla_with_kvcache, as_torch(q)[:, None], cache(main[0], 256), None, None, 512, meta,
-        softmax_scale=scale, is_fp8_kvcache=True, indices=as_torch(main[1])[:, None], attn_sink=as_torch(sink), **more,
-        **flashmla.options,
+        flashmla.module.flash_mla_with_kvcache, as_torch(q)[:, None], cache(pages, 256), None, None, 512, meta,
+        softmax_scale=case.d**-0.5, is_fp8_kvcache=True, indices=as_torch(slots)[:, None], attn_sink=as_torch(sink),
+        **more, **flashmla.options,
     )  # fmt: skip
     their_out, their_lse = theirs()
     their_out, their_lse = jnp.from_dlpack(their_out[:, 0]), jnp.from_dlpack(their_lse[..., 0].contiguous())
-    got = run(*args)
+    got = run(*arrays)
     return dict(
         case=f"{layout.name}_h{case.h_q}_b{case.b}_k{case.topk}+{case.extra_topk}", features="sink",
-        implementation=runs_as(paged_mla_attention, *args, **statics),
+        implementation=runs_as(functools.partial(run_paged, case), *arrays),
         **differences(got.out, got.lse, their_out, their_lse),
-        **time_both(lambda: run(*args), theirs),
+        **time_both(lambda: run(*arrays), theirs),
     )  # fmt: skip
 
 
@@ -335,11 +351,13 @@ def compare(flashmla: FlashMLA, quick: bool) -> dict[str, list[dict]]:
     if not flashmla.takes("flash_mla_sparse_fwd", "topk_length"):
         print("flash_mla_sparse_fwd of this version has neither attn_sink nor topk_length: these cases are left out")
         sparse = [case for case in sparse if not case.features]
-    rows = {"flash_mla_sparse_fwd": [compare_sparse(flashmla, case) for case in sparse]}
+    programs = compiled(sparse, sparse_arrays, run_sparse)
+    rows = {"flash_mla_sparse_fwd": [compare_sparse(flashmla, *program) for program in programs]}
     if not flashmla.takes("flash_mla_with_kvcache", "extra_k_cache"):
         print("flash_mla_with_kvcache of this version has neither extra_k_cache nor attn_sink: it is left out")
         return rows
-    return rows | {"flash_mla_with_kvcache": [compare_paged(flashmla, case) for case in paged]}
+    programs = compiled(paged, paged_arrays, run_paged)
+    return rows | {"flash_mla_with_kvcache": [compare_paged(flashmla, *program) for program in programs]}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import plots, small
+from benchmarks import plots, profile_layer, small
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -81,3 +81,17 @@ def test_intensity():
     read = 4096 * 64 * 512 * 2 + 4096 * 640 * 4 + 32768 * 512 * 2
     assert plots.flop_per_byte(row) == pytest.approx(2 * 64 * 4096 * 640 * 1024 / (read + 4096 * 64 * 512 * 2))
     assert plots.flop_per_byte(dict(case="c4_p1")) is None
+
+
+def test_timeline_of_a_trace():
+    events = [
+        ("Stream #1", "sparse_mla_attention_d512", 150.0, 600.0), ("Stream #1", "gather_dequant_V4", 105.0, 12.0),
+        ("Stream #2", "ncclDevKernel_AllGather", 100.0, 40.0), ("Stream #1", "loop_add_fusion", 104.0, 1.0),
+    ]  # fmt: skip
+    assert profile_layer.timeline(events).splitlines()[2:] == [
+        "| 0.0 | 40.0 | collective | Stream #2 | `ncclDevKernel_AllGather` |",
+        "| 4.0 | 1.0 |  | Stream #1 | `loop_add_fusion` |",
+        "| 5.0 | 12.0 | gather | Stream #1 | `gather_dequant_V4` |",
+        "| 50.0 | 600.0 | attention | Stream #1 | `sparse_mla_attention_d512` |",
+        "| 650.0 | | end | | |",
+    ]

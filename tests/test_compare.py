@@ -84,11 +84,7 @@ def ours(monkeypatch):
     monkeypatch.setattr(compare, "S_KV", 300)
     monkeypatch.setattr(compare, "PAGES", {256: 2, 64: 3})
     monkeypatch.setattr(compare, "time_both", lambda ours, theirs: dict(flashmla_us=2.0, us=1.0, ratio=2.0))
-    for make in (compare.sparse_arrays, compare.paged_arrays):
-        make.clear_cache()
-    yield compare.FlashMLA(flash_mla, "our own", "0", {})
-    for make in (compare.sparse_arrays, compare.paged_arrays):
-        make.clear_cache()
+    return compare.FlashMLA(flash_mla, "our own", "0", {})
 
 
 def test_same_inputs_through_both(ours, capsys, monkeypatch):

@@ -6,7 +6,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import check_array, check_int, check_real, match_varying, resolve_implementation, vary_alike
+from pallas_kernels.common import (
+    check_array,
+    check_int,
+    check_real,
+    interpreter,
+    match_varying,
+    resolve_implementation,
+    vary_alike,
+)
 from pallas_kernels.kv_layout import KVLayout, check_layout
 from pallas_kernels.paged_mla import reference
 
@@ -69,16 +77,16 @@ def paged_mla_attention(
       extra_layout, extra_page_size: of the extra pool.
       sm_scale: factor of the logits.
       d_v: values per head, the first d_v of a KV row.
-      implementation: None, "xla" or "mosaic_gpu".
+      implementation: None, "xla" or "mosaic_gpu" (Hopper; bfloat16 q and rows, d_v 512, h_q <= 128).
       interpret: run the Mosaic kernel in Pallas' interpreter on CPU (True, or `plgpu.InterpretGPUParams`).
 
     Returns:
       PagedMLAOutput(out, lse). A row without a valid key: out 0, lse +inf for any sink. Differentiable in q and
-      attn_sink (reverse mode).
+      attn_sink (reverse mode, computed in plain jnp block by block for any implementation).
 
     Raises:
       ValueError: a wrong shape, dtype or page stride, or half an extra scope.
-      NotImplementedError: "mosaic_gpu" was named: the Hopper kernel is not there yet.
+      NotImplementedError: "mosaic_gpu" was named for arguments that the kernel does not serve.
 
     Source: semantics of FlashMLA `flash_mla_with_kvcache` with `indices` (`flash_mla/flash_mla_interface.py`).
     """
@@ -100,17 +108,21 @@ def paged_mla_attention(
     sm_scale, d_v = check_real("sm_scale", sm_scale), check_int("d_v", d_v)
     if d_v > d_qk:
         raise ValueError(f"`d_v` must be in 1..d_qk={d_qk}, got {d_v}.")
-    resolve_implementation(
-        "paged_mla_attention", implementation, interpret, lambda: "there is no Hopper kernel yet; use 'xla'."
-    )
+
+    def unsupported():
+        from pallas_kernels.paged_mla import mosaic_gpu
+
+        return mosaic_gpu.unsupported(q, scopes, d_v=d_v)
+
+    chosen = resolve_implementation("paged_mla_attention", implementation, interpret, unsupported)
     with jax.named_scope("paged_mla_attention"):
-        with_keys = [(scope, row) for scope, row in zip(scopes, rows) if row[0].shape[1]]
+        with_keys = [(scope, row) for scope, row in zip(scopes, rows) if row[0].shape[1] and scope[0].shape[0]]
         if 0 in (b, h_q) or not with_keys:
             empty = (jnp.zeros((b, h_q, d_v), q.dtype), jnp.full((b, h_q), jnp.inf, jnp.float32))
             return PagedMLAOutput(*(match_varying(x, q, indices) for x in empty))
         scopes, rows = zip(*with_keys)
         statics = tuple((layout, page_size) for _, layout, page_size in scopes)
-        options = _Options(statics, sm_scale, d_v)
+        options = _Options(statics, sm_scale, d_v, chosen, interpreter(interpret))
         args = vary_alike(q, tuple(pages for pages, _, _ in scopes), tuple(rows), attn_sink)
         return PagedMLAOutput(*_attention(*args, options))
 
@@ -119,6 +131,8 @@ class _Options(NamedTuple):
     pools: tuple[tuple[KVLayout, int], ...]
     sm_scale: float
     d_v: int
+    implementation: str
+    interpret: object
 
     def scopes(self, pages):
         return [(p, *pool) for p, pool in zip(pages, self.pools)]
@@ -126,8 +140,13 @@ class _Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attention(q, pages, rows, attn_sink, options: _Options):
-    kwargs = dict(sm_scale=options.sm_scale, d_v=options.d_v)
-    return reference.paged_mla_attention(q, options.scopes(pages), rows, attn_sink, **kwargs)
+    args, kwargs = (q, options.scopes(pages), rows, attn_sink), dict(sm_scale=options.sm_scale, d_v=options.d_v)
+    if options.implementation == "xla":
+        return reference.paged_mla_attention(*args, **kwargs)
+    from pallas_kernels.paged_mla import mosaic_gpu
+
+    results = mosaic_gpu.paged_mla_attention(*args, **kwargs, interpret=options.interpret)
+    return tuple(match_varying(x, *jax.tree.leaves((q, pages, rows, attn_sink))) for x in results)
 
 
 def _forward(*args):

@@ -207,5 +207,5 @@ def test_bad_arguments(rng, change, message):
 
 
 def test_named_kernel_never_falls_back(rng):
-    with pytest.raises(NotImplementedError, match="implementation='mosaic_gpu' of paged_mla_attention"):
-        paged_mla_attention(**scene(rng), implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match=r"implementation='mosaic_gpu' of paged_mla_attention: .*bfloat16"):
+        paged_mla_attention(**scene(rng, dtype=np.float32), implementation="mosaic_gpu")

@@ -276,6 +276,7 @@ def test_with_kvcache_refuses(to):
         (dict(topk_length=i32(2, 3)), ValueError, "`topk_length` must have shape [b=2]"),
         (dict(q=to(np.zeros((2, 4, 512), BF16))), ValueError, "`q` must have shape [b, s_q, h_q, d_qk]"),
         (dict(q=np.zeros((2, 3, 4, 512), BF16)), ValueError, "`q` must be a torch tensor, got ndarray"),
+        (dict(k_cache=None), ValueError, "`k_cache` must be a torch tensor, got NoneType"),
         (dict(extra_k_cache=decode_call.__name__), ValueError, "`extra_k_cache` must be a torch tensor, got str"),
         (dict(extra_indices_in_kvcache=i32(2, 3, 5)), ValueError, "`extra_pages` must be given"),
         (dict(q=to(np.zeros((2, 3, 4, 576), BF16))), ValueError, "d_qk=576"),
@@ -287,7 +288,8 @@ def test_with_kvcache_refuses(to):
         (dict(kv=to(np.zeros((5, 2, 512), BF16))), "`kv` must have shape [s_kv, h_kv=1, d_qk=512], got (5, 2, 512)"),
         (dict(kv=to(np.zeros((5, 1, 512), np.float32))), "`kv` must have dtype bfloat16, got float32"),
         (dict(indices=i32(2, 5)), "`indices` must have shape [s_q=2, h_kv=1, topk], got (2, 5)"),
-        (dict(kv=None), "`kv` must be an array, got NoneType"),
+        (dict(kv=None), "`kv` must be a torch tensor, got NoneType"),
+        (dict(q=None), "`q` must be a torch tensor, got NoneType"),
         (dict(kv=q[:, :1].to("meta")), f"`kv` must be on the device of `q`, {q.device}, got meta"),
     ]:
         arguments = dict(q=q, kv=to(np.zeros((5, 1, 512), BF16)), indices=i32(2, 1, 5), sm_scale=1.0)
@@ -345,6 +347,7 @@ def test_graph_capture():
     kv, indices = q[:, :1].contiguous(), torch.zeros(2, 1, 3, dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(NotImplementedError, match="CUDA graph"), torch.cuda.graph(graph):
+        q + 1  # torch warns of empty graphs
         flash_mla.flash_mla_sparse_fwd(q, kv, indices, 1.0)
     assert flash_mla.flash_mla_sparse_fwd(q, kv, indices, 1.0)[0].shape == (2, 4, 512)
 

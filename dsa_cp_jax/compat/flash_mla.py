@@ -67,8 +67,7 @@ def flash_mla_sparse_fwd(
     """
     tensors = dict(q=q, kv=kv, indices=indices, topk_length=topk_length, attn_sink=attn_sink)
     arrays = {name: _to_jax(name, x, q) for name, x in tensors.items()}
-    log2 = return_log2_lse is True
-    out, *logs = _run(_sparse, arrays, sm_scale=float(sm_scale), d_v=d_v, log2=log2)
+    out, *logs = _run(_sparse, arrays, sm_scale=float(sm_scale), d_v=d_v, log2=return_log2_lse is True)
     return out, *((None, None) if return_log2_lse is False else logs)
 
 
@@ -134,9 +133,7 @@ def flash_mla_with_kvcache(
 def _sparse(q, kv, indices, topk_length, attn_sink, *, sm_scale, d_v, log2):
     check_array("kv", kv, q.dtype, s_kv=None, h_kv=1, d_qk=q.shape[-1])
     check_array("indices", indices, jnp.int32, s_q=q.shape[0], h_kv=1, topk=None)
-    out, *logs = sparse_mla_attention(
-        q, kv[:, 0], indices[:, 0], topk_length, attn_sink, sm_scale=sm_scale, d_v=d_v
-    )  # fmt: skip
+    out, *logs = sparse_mla_attention(q, kv[:, 0], indices[:, 0], topk_length, attn_sink, sm_scale=sm_scale, d_v=d_v)
     return out, *(x / math.log(2) if log2 else x for x in logs)
 
 
@@ -178,6 +175,9 @@ def _run(function, arrays: dict, **statics) -> list:
     return [torch.from_dlpack(x) for x in results]
 
 
+_OPTIONAL = ("topk_length", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+
+
 def _check_tensor(name: str, x, q) -> None:
     import torch
 
@@ -191,7 +191,7 @@ def _check_tensor(name: str, x, q) -> None:
 
 def _to_jax(name: str, x, q) -> jax.Array | None:
     """A torch tensor as a JAX array over the same memory; one that is not contiguous is copied first."""
-    if x is None:
+    if x is None and name in _OPTIONAL:
         return None
     _check_tensor(name, x, q)
     if x.element_size() > 4:  # JAX would cut off the upper half
@@ -201,7 +201,7 @@ def _to_jax(name: str, x, q) -> jax.Array | None:
 
 def _pages(name: str, x, q, kv_format: str | None):
     """A view of FP8 pages as ([num_pages, stride] uint8, layout, page size), over the same memory."""
-    if x is None:
+    if x is None and name in _OPTIONAL:
         return None, None, None
     import torch
 

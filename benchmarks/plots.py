@@ -30,14 +30,13 @@ def load(folder: pathlib.Path) -> list[dict]:
 
 
 def flop_per_byte(row: dict) -> float | None:
-    """Of sparse attention: FLOP per byte that must be moved, q, out and indices once and each KV row once."""
-    match = re.fullmatch(r"d(\d+)_h(\d+)_k(\d+)_s(\d+)_kv(\d+)", row["case"])
+    """Of attention: FLOP per byte of q, out and indices, which are read or written once (KV rows are shared)."""
+    match = re.fullmatch(r"d(\d+)_h(\d+)_k([\d+]+)_[sb](\d+)(_kv\d+)?", row["case"])
     if match is None:
         return None
-    d, h_q, topk, s_q, s_kv = map(int, match.groups())
-    return (
-        row["tflops"] * row["us"] * 1e6 / (2 * s_q * h_q * (d + 512) + 4 * s_q * topk + 2 * min(s_q * topk, s_kv) * d)
-    )
+    d, h_q, rows = (int(match[i]) for i in (1, 2, 4))
+    topk = sum(map(int, match[3].split("+")))
+    return row["tflops"] * row["us"] * 1e6 / (rows * (2 * h_q * (d + 512) + 4 * topk))
 
 
 def by_op(rows: list[dict]) -> dict[str, list[dict]]:
@@ -64,11 +63,13 @@ def roofline(rows: list[dict], figure) -> bool:
         axes.minorticks_off()
     if attention:
         axes = next(panels)
-        for color, heads in zip(COLORS, sorted({int(re.findall(r"_h(\d+)_", row["case"])[0]) for _, row in attention})):
-            some = [(x, row["tflops"]) for x, row in attention if f"_h{heads}_" in row["case"]]
-            axes.plot(*zip(*some), "o", color=color, label=f"{heads} heads")
+        for color, op in zip(COLORS, ("sparse_mla_attention", "paged_mla_attention")):
+            for marker, heads in zip("so", (64, 128)):
+                some = [(x, r["tflops"]) for x, r in attention if r["op"] == op and f"_h{heads}_" in r["case"]]
+                if some:
+                    axes.plot(*zip(*some), marker, color=color, label=f"{op.split('_')[0]}, {heads} heads")
         ceiling(axes, max(row["ceiling_tflops"] for _, row in attention), "8192³ matrix product")
-        axes.set(xlabel="FLOP per byte that must be moved", ylabel="TFLOP/s", title="sparse attention")
+        axes.set(xlabel="FLOP per byte of queries, outputs, indices", ylabel="TFLOP/s", title="attention")
     return True
 
 

@@ -1,4 +1,4 @@
-"""What is communicated, read in the programs that XLA makes for H200s that need not be there."""
+"""What is communicated, and how much memory it takes: read in programs for H200s that need not be there."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dsa_cp_jax import DSAConfig, PrefillChunk, make_plan
+from dsa_cp_jax import DSAConfig, KVPool, PrefillChunk, dsa_prefill_attention, make_plan
 from dsa_cp_jax.model import Decoder
 from dsa_cp_jax.modules import DSAAttention, shard_over_cp
 from pallas_kernels import KVLayout
@@ -26,21 +26,26 @@ COMPRESSOR_NUMBERS = dict(c0=0, c4=2 * 2 * (512 + 128), c128=2 * 512)
 COLLECTIVES = r" (all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter)(-start)?\("
 
 
-def compile_for(mesh, run, module, rows, config, caches, *, token_capacity):
-    """The text of the program for `run(module, rows, plan, caches)` of a chunk behind a prefix of its own length."""
-    total = 2 * token_capacity
+def plan_for(mesh, config, prefix: int, token_capacity: int):
+    """The abstract plan of a chunk."""
+    total = prefix + token_capacity
     chunk = PrefillChunk.build(
         seq_lens=[total], extend_lens=[token_capacity], req_pool_indices=[0], req_to_token=np.arange(total)[None],
         full_to_swa=np.arange(total), page_tables={m: np.arange(total // 256)[None] for m in (4, 128)},
         token_capacity=token_capacity, cp_size=mesh.size,
     )  # fmt: skip
-    plan = jax.eval_shape(functools.partial(make_plan, config=config, cp_size=mesh.size), chunk)
+    return jax.eval_shape(functools.partial(make_plan, config=config, cp_size=mesh.size), chunk)
 
-    def on_mesh(tree, spec):
-        sharding = NamedSharding(mesh, spec)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    args = on_mesh(module, P()), on_mesh(rows, P("cp")), on_mesh(plan, P()), on_mesh(caches, P())
+def on_mesh(mesh, tree, spec):
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def compile_for(mesh, run, module, rows, config, caches, *, token_capacity):
+    """The text of the program for `run(module, rows, plan, caches)` of a chunk behind a prefix of its own length."""
+    args = module, rows, plan_for(mesh, config, token_capacity, token_capacity), caches
+    args = [on_mesh(mesh, arg, spec) for arg, spec in zip(args, (P(), P("cp"), P(), P()))]
     return jax.jit(shard_over_cp(run, mesh), donate_argnums=3).lower(*args).compile().as_text()
 
 
@@ -90,9 +95,36 @@ def test_decoder(gpus):
     pages = dict(swa_pages=2, compressed_pages=dict(c4=2, c128=2))
     caches = jax.eval_shape(lambda: model.init_caches(layout=KVLayout.V4, state_rows=1, **pages))
     tokens = jax.ShapeDtypeStruct((capacity,), jnp.int32)
+    run = functools.partial(Decoder.__call__, cp_axis="cp", path="auto", implementation="mosaic_gpu")
     text = compile_for(
-        h200_mesh((gpus,), ("cp",)), functools.partial(Decoder.__call__, cp_axis="cp", path="auto"), model, tokens,
-        config, caches, token_capacity=capacity,
+        h200_mesh((gpus,), ("cp",)), run, model, tokens, config, caches, token_capacity=capacity,
     )  # fmt: skip
+    assert text.count("mosaic_gpu") >= (3 + 1) * len(kinds)
     found = [match[1] for match in re.finditer(COLLECTIVES, text)]
     assert found == ["all-gather"] * (2 * len(kinds) if gpus > 1 else 0)
+
+
+@pytest.mark.parametrize("kind", ["c4", "c128"])
+def test_memory_behind_a_million_tokens(kind):
+    """Of the temporaries of the sparse path, the workspace grows with the prefix; in c128 layers, index rows do."""
+    prefix, capacity, mesh = 1 << 20, 4096, h200_mesh((2,), ("cp",))
+    page_size = FLASH.compressed_page_size(kind)
+    pages = (prefix + capacity) // 256
+    pools = [
+        jax.eval_shape(lambda n=n, size=size: KVPool.zeros(n, layout=KVLayout.V4, page_size=size))
+        for n, size in ((capacity // 128, FLASH.swa_page_size), (pages, page_size))
+    ]
+    q = jax.ShapeDtypeStruct((capacity, FLASH.h_q, 512), jnp.bfloat16)
+    topk = jax.ShapeDtypeStruct((capacity, FLASH.topk), jnp.int32) if kind == "c4" else None
+    args = q, plan_for(mesh, FLASH, prefix, capacity), *pools, topk
+    args = [on_mesh(mesh, arg, spec) for arg, spec in zip(args, (P("cp"), P(), P(), P(), P("cp")))]
+
+    def run(*args):
+        how = dict(path="sparse", implementation="mosaic_gpu")
+        return dsa_prefill_attention(*args, kind=kind, config=FLASH, mesh=mesh, **how)
+
+    memory = jax.jit(run).lower(*args).compile().memory_analysis()
+    workspace = 1024 * (pages * page_size + capacity + FLASH.swa_window - 1)
+    columns = FLASH.swa_window + (FLASH.topk if kind == "c4" else pages * page_size)
+    index_rows = capacity // 2 * 4 * (-(-columns // 128) * 128)
+    assert 0 <= memory.temp_size_in_bytes - workspace - index_rows < 4 << 20

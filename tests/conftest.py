@@ -35,6 +35,12 @@ def hopper_gpus() -> list[jax.Device]:
         return []
 
 
+def multi_devices(config) -> list[jax.Device]:
+    """All Hopper GPUs of this host; with --virtual N, N virtual CPU devices."""
+    virtual = config.getoption("--virtual")
+    return jax.devices("cpu")[:virtual] if virtual else hopper_gpus()
+
+
 def pytest_addoption(parser):
     help_text = "run tests marked multi_gpu on N virtual CPU devices (2..8), without kernels"
     parser.addoption("--virtual", type=int, default=0, metavar="N", help=help_text)
@@ -54,6 +60,16 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in lacking.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says at which sizes tests marked `multi_gpu` ran."""
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    sizes = {value for report in reports for name, value in report.user_properties if name == "cp_size"}
+    if sizes:
+        found = multi_devices(config)
+        what = f"{len(found)} devices ({found[0].device_kind})"
+        terminalreporter.write_line(f"multi_gpu: {what}, ran at cp_size {', '.join(map(str, sorted(sizes)))}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,11 @@
-"""What the tests marked `multi_gpu` run on, and a line that says which sizes ran."""
+"""What the tests marked `multi_gpu` run on, and a free port for processes to meet."""
 
 import socket
 
 import jax
 import pytest
 
-from tests.conftest import hopper_gpus
-
-
-def multi_devices(config) -> list[jax.Device]:
-    """All Hopper GPUs of this host; with --virtual N, N virtual CPU devices."""
-    virtual = config.getoption("--virtual")
-    return jax.devices("cpu")[:virtual] if virtual else hopper_gpus()
+from tests.conftest import multi_devices
 
 
 def pytest_generate_tests(metafunc):
@@ -35,12 +29,3 @@ def port() -> int:
     """A free TCP port."""
     with socket.create_server(("localhost", 0)) as server:
         return server.getsockname()[1]
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
-    sizes = {value for report in reports for name, value in report.user_properties if name == "cp_size"}
-    if sizes:
-        found = multi_devices(config)
-        what = f"{len(found)} devices ({found[0].device_kind})"
-        terminalreporter.write_line(f"multi_gpu: {what}, ran at cp_size {', '.join(map(str, sorted(sizes)))}")

@@ -1,6 +1,7 @@
 """The code of the README and the docs runs as it stands, in a fresh process; every public name is in the docs."""
 
 import inspect
+import json
 import pathlib
 import re
 import subprocess
@@ -56,3 +57,15 @@ def test_every_page_can_be_reached_from_the_readme():
             reached.add(page)
             todo += [(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text())]
     assert reached == set(PAGES), set(PAGES) - reached
+
+
+def test_measured_figures_are_recorded():
+    """Every time in the README's table is a row of benchmarks/results, rounded."""
+    files = (ROOT / "benchmarks" / "results").glob("*.jsonl")
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    section = (ROOT / "README.md").read_text().split("## Measured")[1].split("##")[0]
+    figures = re.findall(r"([\d,]+(?:\.(\d+))?) µs", section)
+    assert len(figures) > 8
+    for figure, decimals in figures:
+        want = float(figure.replace(",", ""))
+        assert any(round(row["us"], len(decimals)) == want for row in rows), f"{figure} µs"

@@ -6,6 +6,8 @@ layer kinds c0, c4, c128, and their mix of 2, 21 and 20 in the 43 layers of V4-F
   stages   one rank's share on one GPU, for cp 1, 2 and 4: gather, combine, attention and total of the sparse path, and
            the dense path; no exchange. Device time (CUPTI): the kernels of a call added up, median of 24 calls, each
            after 2 GiB were written. With --flashmla FILE (see bench_sparse_mla.py) FlashMLA's kernels beside them.
+  batches  the same two paths for 1, 4, 8 and 16 requests that share the chunk and the prefix equally. The default gate
+           sends several requests to the dense path under CP, the wide gate to the sparse one.
   growth   both paths on one GPU, 4,096 rows, behind prefixes of 8k to 1M tokens.
   plot     draws the growth rows of a results file to docs/prefill_growth.png.
 """
@@ -43,6 +45,7 @@ from pallas_kernels.common import cdiv
 PREFIX, EXTENDS, CP_SIZES = 61_440, (4_096, 16_384), (1, 2, 4)
 MODELS = dict(flash=DSAConfig.deepseek_v4_flash(), pro=DSAConfig.deepseek_v4_pro())
 MIX = dict(c0=2, c4=21, c128=20)
+REQUESTS = (1, 4, 8, 16)
 GROWTH = (8_192, 32_768, 131_072, 524_288, 1_048_576)
 LAUNCHES, CHECKED_ROWS = 24, 64
 IMPLEMENTATION = "mosaic_gpu"
@@ -64,13 +67,17 @@ BARS = {  # (extend, cp, h_q) -> {kind: (sparse, dense)}, microseconds of PIPELI
 
 @dataclasses.dataclass
 class Workload:
-    """Inputs of layers of one kind for a chunk, rows in chunk order; `pools`: (SWA, other or None) of each layer."""
+    """Inputs of layers of one kind for a chunk, rows in chunk order; `pools`: (SWA, other or None) of each layer.
+
+    `prefix` and `extend` are tokens of all requests together.
+    """
 
     kind: str
     config: DSAConfig
     prefix: int
     extend: int
     cp_size: int
+    requests: int
     plan: Any
     q: jax.Array
     topk: jax.Array | None
@@ -79,7 +86,9 @@ class Workload:
 
     @property
     def case(self) -> str:
-        return f"{self.kind}_p{self.prefix}_e{self.extend}_cp{self.cp_size}_h{self.config.h_q}_k{self.config.topk}"
+        batch = f"_b{self.requests}" if self.requests > 1 else ""
+        model = f"h{self.config.h_q}_k{self.config.topk}"
+        return f"{self.kind}_p{self.prefix}_e{self.extend}{batch}_cp{self.cp_size}_{model}"
 
     def of_rank(self, cp_rank: int = 0) -> tuple:
         """What `sparse_prefill` and `dense_prefill` take."""
@@ -103,19 +112,24 @@ def random_pool(key, num_pages: int, page_size: int) -> KVPool:
     )
 
 
-def make_workload(config, kind: str, prefix: int, extend: int, cp_size: int, *, layers: int = 1) -> Workload:
+def make_workload(
+    config, kind: str, prefix: int, extend: int, cp_size: int, *, requests: int = 1, layers: int = 1
+) -> Workload:
     """Random numbers, pages in random order. The SWA pool holds what the chunk can still see."""
-    total, ratio, keys = prefix + extend, compress_ratio(kind), jax.random.split(jax.random.key(0), 4 + 2 * layers)
-    window = np.arange(max(0, prefix - config.swa_window + 1), total)
+    ratio, keys = compress_ratio(kind), jax.random.split(jax.random.key(0), 4 + 2 * layers)
+    old, new = prefix // requests, extend // requests
+    slots = np.arange(requests * (old + new)).reshape(requests, -1)
+    window = slots[:, max(0, old - config.swa_window + 1) :].reshape(-1)
     swa_pages, tables = cdiv(len(window), config.swa_page_size), {}
-    full_to_swa = np.full(total, -1)
+    full_to_swa = np.full(slots.size, -1)
     full_to_swa[window] = page_map(swa_pages, config.swa_page_size, seed=1)[: len(window)]
     page_size = config.compressed_page_size(kind) if ratio else 0
     if ratio:
-        tables[ratio] = np.random.default_rng(2).permutation(cdiv(total // ratio, page_size))[None]
+        pages = cdiv((old + new) // ratio, page_size)
+        tables[ratio] = np.random.default_rng(2).permutation(requests * pages).reshape(requests, pages)
     chunk = PrefillChunk.build(
-        seq_lens=[total], extend_lens=[extend], req_pool_indices=[0], req_to_token=np.arange(total)[None],
-        full_to_swa=full_to_swa, page_tables=tables, token_capacity=extend, cp_size=cp_size,
+        seq_lens=[old + new] * requests, extend_lens=[new] * requests, req_pool_indices=np.arange(requests),
+        req_to_token=slots, full_to_swa=full_to_swa, page_tables=tables, token_capacity=extend, cp_size=cp_size,
     )  # fmt: skip
     plan = jax.jit(make_plan, static_argnames=("config", "cp_size"))(chunk, config=config, cp_size=cp_size)
     topk = None
@@ -126,13 +140,13 @@ def make_workload(config, kind: str, prefix: int, extend: int, cp_size: int, *, 
     pools: list[tuple] = [
         (
             random_pool(keys[4 + 2 * i], swa_pages, config.swa_page_size),
-            random_pool(keys[5 + 2 * i], tables[ratio].shape[1], page_size) if ratio else None,
+            random_pool(keys[5 + 2 * i], tables[ratio].size, page_size) if ratio else None,
         )
         for i in range(layers)
     ]
     q = jax.random.normal(keys[1], (extend, config.h_q, config.d_qk), jnp.bfloat16)
     sink = jax.random.normal(keys[2], (config.h_q,))
-    return Workload(kind, config, prefix, extend, cp_size, plan, q, topk, sink, pools)
+    return Workload(kind, config, prefix, extend, cp_size, requests, plan, q, topk, sink, pools)
 
 
 def by_stage(names: list[str], times: np.ndarray) -> dict[str, float]:
@@ -162,7 +176,8 @@ def measure(results, workloads: list[Workload], flashmla: Callable | None) -> di
         call = {name: functools.partial(programs[j, name], *args) for (j, name), (_, args) in jobs.items() if j == i}
         beside = flashmla(results, workload, call) if flashmla is not None else {}
         want = call["plain"]().astype(jnp.float32)
-        bars = BARS.get((workload.extend, workload.cp_size, workload.config.h_q)) if workload.prefix == PREFIX else None
+        like_bars = workload.prefix == PREFIX and workload.requests == 1
+        bars = BARS.get((workload.extend, workload.cp_size, workload.config.h_q)) if like_bars else None
         for path in PATHS:
             error = float(jnp.abs(call[path]()[:CHECKED_ROWS].astype(jnp.float32) - want).max())
             names, times = harness.kernel_records(
@@ -187,10 +202,10 @@ def add_mix(results, op: str, case: str, us: dict[str, float], flop: dict[str, i
     results.add(**harness.flop_row(op, case, IMPLEMENTATION, (total, total), products, max_abs_err=None, **more))
 
 
-def stages(results, config, extend: int, cp: int, flashmla: Callable | None):
-    workloads = [make_workload(config, kind, PREFIX, extend, cp) for kind in MIX]
+def stages(results, config, extend: int, cp: int, flashmla: Callable | None, requests: int = 1):
+    workloads = [make_workload(config, kind, PREFIX, extend, cp, requests=requests) for kind in MIX]
     flop = {workload.kind: workload.flop() for workload in workloads}
-    bars = BARS.get((extend, cp, config.h_q))
+    bars = BARS.get((extend, cp, config.h_q)) if requests == 1 else None
     for path, us in measure(results, workloads, flashmla).items():
         more: dict[str, Any] = {}
         if bars is not None:
@@ -291,7 +306,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("stages", "growth", "plot"))
+    parser.add_argument("part", choices=("stages", "batches", "growth", "plot"))
     add_arguments(parser)
     parser.add_argument("--flashmla", help="shared library of sgl-flash-mla 1.0.0, _C_legacy.abi3.so")
     args = parser.parse_args()
@@ -302,6 +317,12 @@ def main():
             for extend in args.extends:
                 for cp in args.cp:
                     stages(results, config, extend, cp, flashmla)
+    elif args.part == "batches":
+        for config in models:
+            for extend in args.extends:
+                for cp in args.cp:
+                    for requests in REQUESTS:
+                        stages(results, config, extend, cp, None, requests)
     elif args.part == "growth":
         for config in models:
             growth(results, config)

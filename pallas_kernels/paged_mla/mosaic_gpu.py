@@ -255,18 +255,19 @@ def paged_mla_attention(
             produce(hw, shared, stage, items, plan, pools, q_ref, pages_refs, index_refs)
 
     optional = [x for x in (*lengths, sink) if x is not None]
-    out, _, lse = plgpu.kernel(
-        kernel,
-        out_type=output_types(b * plan.parts, h_q, jnp.bfloat16 if plan.parts == 1 else jnp.float32),
-        scratch_types=scratch,
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=3,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-        interpret=interpret,
-        kernel_name=KERNEL_NAME,
-    )(q.reshape(b * h_q, d), *(pages for pages, _, _ in scopes), *indices, *optional)
+    with jax.enable_x64(False):  # Python numbers are 32 bits wide in the kernel
+        out, _, lse = plgpu.kernel(
+            kernel,
+            out_type=output_types(b * plan.parts, h_q, jnp.bfloat16 if plan.parts == 1 else jnp.float32),
+            scratch_types=scratch,
+            grid=(blocks,),
+            grid_names=("block",),
+            num_threads=3,
+            thread_name="warpgroup",
+            compiler_params=compiler_params(),
+            interpret=interpret,
+            kernel_name=KERNEL_NAME,
+        )(q.reshape(b * h_q, d), *(pages for pages, _, _ in scopes), *indices, *optional)
     if plan.parts == 1:
         return out.reshape(b, h_q, D_V), lse.reshape(b, h_q)
     return _merge(out.reshape(plan.parts, b, h_q, D_V), lse.reshape(plan.parts, b, h_q), attn_sink)

@@ -219,11 +219,13 @@ def test_unsupported(kwargs, reason):
         jax.eval_shape(attend, *shapes)
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("b", [4096, 4])
-def test_never_falls_back(b):
+def test_never_falls_back(b, x64):
     """The text lowered for a GPU holds the kernel by its name, one launch, no gather of rows, no dot."""
     attend, shapes = program(b=b)
-    text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.enable_x64(x64):
+        text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
     assert f"{mosaic_gpu.KERNEL_NAME}_mosaic_gpu" in text
     for op in ("dot_general", "gather", "pad", "concatenate"):

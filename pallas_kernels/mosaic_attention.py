@@ -153,17 +153,7 @@ def items_of_block(
 
 
 def attend(
-    hw,
-    shared: Shared,
-    items: Items,
-    outputs,
-    sink_ref,
-    *,
-    d: int,
-    h_q: int,
-    sm_scale: float,
-    registers=REGISTERS[0],
-    free_early: bool = False,
+    hw, shared: Shared, items: Items, outputs, sink_ref, *, d: int, h_q: int, sm_scale: float, registers=REGISTERS[0]
 ):
     """Runs as warpgroups 0 and 1: attends to what the producer delivers and writes the outputs.
 
@@ -172,8 +162,6 @@ def attend(
       outputs: references out [s_q * h_q, 512] bf16 or f32, max_logits and lse [s_q * h_q] f32.
       sink_ref: [h_q] f32, natural units, or None.
       registers: per thread of these warpgroups.
-      free_early: the left half of tile 0 is freed once its own product is done, before warpgroup 1 has its maximum. For
-        producers that fill one half tile after another: they would wait for it.
     """
     out_ref, max_ref, lse_ref = outputs
     scale = float(sm_scale * _LOG2E)
@@ -271,9 +259,6 @@ def attend(
             def own_tile(accs):
                 hw.wgmma(accs[0], p_own, shared.left0.at[z])
                 p0(z)[...] = p_own
-                if free_early:
-                    hw.wgmma_wait(0)
-                    arrive(FREE + LEFT0)
                 wait(TURN + 1, r)
                 m = read_rows(shared.maxima[1])
                 a = jnp.exp2(m0 - m)
@@ -288,8 +273,7 @@ def attend(
                 arrive(TURN + 2)
 
             (o,) = hw.accumulate(own_tile, o)
-            if not free_early:
-                arrive(FREE + LEFT0)
+            arrive(FREE + LEFT0)
             m = read_rows(shared.maxima[1])
             a = jnp.exp2(m0 - m)
             l = l * a

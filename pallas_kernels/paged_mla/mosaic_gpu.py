@@ -50,6 +50,8 @@ REGISTERS = (216, 72)
 """Per thread of a computing warpgroup and of the producer, which holds 16 values in the making."""
 REFILLS = ((LEFT0, 0, False), (RIGHT1, 1, True), (RIGHT0, 0, True), (LEFT1, 1, False))
 """The half tiles of a round in the order in which they become free: barrier, tile, whether it is the right half."""
+FIRST_PIECE = (0, 8, 18, 28)
+"""Pieces of V4 rows in the half tiles of a round before each of them."""
 
 
 def unsupported(q: jax.Array, scopes, *, d_v: int) -> str | None:
@@ -144,7 +146,7 @@ def produce(
     """Runs as warpgroup 2: fills Q, the KV tiles and the masks. stage: for V4 pools, the ring; else None."""
     barriers, h_q = shared.barriers, plan.h_q
     buffers = {LEFT0: shared.left0, RIGHT0: shared.right0, LEFT1: shared.left1, RIGHT1: shared.right1}
-    layout, halves = pools[0].layout, [half for _, *half in REFILLS]
+    layout = pools[0].layout
 
     def load(it, lengths, i):
         """(scope, slots) of round i of an item; the slots are on their way."""
@@ -168,10 +170,13 @@ def produce(
                     fetch = functools.partial(hw.fetch, pages_ref, pool, slots, tile, right, buffer, barriers, k)
                     pl.when(extra == scope)(fetch)
             else:
+                half, following = (units, extra, tile, right), (units, extra, *REFILLS[(j + 1) % 4][1:])
                 if j == 3:
                     next_scales = hw.load_scales(pages_refs, next_slots, next_extra, pools)
-                now, then = (units, extra), (next_units, next_extra)
-                hw.convert(stage, turn, halves, j, pages_refs, now, then, layout, scales, buffer, barriers, k)
+                    following = next_units, next_extra, *REFILLS[0][1:]
+                hw.convert(
+                    stage, turn, FIRST_PIECE[j], pages_refs, half, following, layout, scales, buffer, barriers, k
+                )
             if k == RIGHT1:
                 # By freeing these two, both warpgroups have told that they have read the mask before.
                 hw.write_mask(shared.mask, jnp.where(units == -1, -1, 0), 1)
@@ -196,7 +201,7 @@ def produce(
     units, scales = hw.locate(slots, extra, pools), None
     if stage is not None:
         scales = hw.load_scales(pages_refs, slots, extra, pools)
-        hw.request(stage, halves, pages_refs, units, extra, layout)
+        hw.request(stage, jnp.int32(0), 0, pages_refs, (units, extra, *REFILLS[0][1:]), layout)
     state = jnp.int32(0), lengths, items.request(jnp.int32(1)), extra, slots, units, scales
     done, *_ = lax.fori_loop(0, items.count, one_item, state)
     # Every phase is waited for, the last ones here.
@@ -242,18 +247,7 @@ def paged_mla_attention(
         stage = refs.pop() if through_ring else None
         outputs, shared = refs[:3], open_shared(hw, types, refs[3:])
         items = plan.items(hw, length_refs, q_ref, lax.axis_index("block"), blocks)
-        attend(
-            hw,
-            shared,
-            items,
-            outputs,
-            sink_ref,
-            d=d,
-            h_q=h_q,
-            sm_scale=sm_scale,
-            registers=REGISTERS[0],
-            free_early=True,
-        )
+        attend(hw, shared, items, outputs, sink_ref, d=d, h_q=h_q, sm_scale=sm_scale, registers=REGISTERS[0])
 
         @pl.when(lax.axis_index("warpgroup") == 2)
         def _():

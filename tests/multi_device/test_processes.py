@@ -149,7 +149,7 @@ def test_command_without_coordinator(port, capsys, monkeypatch):
     assert "must be given together" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("layers", ['("c4",)', pytest.param("validate.KINDS", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", ['("c0",)', pytest.param("validate.KINDS", marks=pytest.mark.slow)])
 def test_two_processes_of_two_cpu_devices(port, tmp_path, layers):
     """The main job at cp 4 over two processes (gloo): equal tokens, one report, one voice."""
     (tmp_path / "even.txt").write_text(("context parallelism, " * 50)[:1032])

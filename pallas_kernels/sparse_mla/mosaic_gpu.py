@@ -144,16 +144,17 @@ def sparse_mla_attention(
                 plgpu.set_max_registers(REGISTERS[1], action="decrease")
                 gather(hw, shared, items, (q_ref, kv_ref, indices_ref), h_q=h_q, max_tokens=topk)
 
-    out, max_logits, lse = plgpu.kernel(
-        kernel,
-        out_type=output_types(s_q, h_q),
-        scratch_types=[t for t in types if t is not None],
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=3,
-        thread_name="warpgroup",
-        compiler_params=compiler_params(),
-        interpret=interpret,
-        kernel_name=KERNEL_NAME,
-    )(q.reshape(s_q * h_q, d), kv, indices, *optional)
+    with jax.enable_x64(False):  # Python numbers are 32 bits wide in the kernel
+        out, max_logits, lse = plgpu.kernel(
+            kernel,
+            out_type=output_types(s_q, h_q),
+            scratch_types=[t for t in types if t is not None],
+            grid=(blocks,),
+            grid_names=("block",),
+            num_threads=3,
+            thread_name="warpgroup",
+            compiler_params=compiler_params(),
+            interpret=interpret,
+            kernel_name=KERNEL_NAME,
+        )(q.reshape(s_q * h_q, d), kv, indices, *optional)
     return out.reshape(s_q, h_q, D_V), max_logits.reshape(s_q, h_q), lse.reshape(s_q, h_q)

@@ -216,10 +216,12 @@ def test_unsupported(kwargs, d_v, reason):
         )
 
 
+@pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("h_q, topk", [(64, 640), (100, 200)])
-def test_never_falls_back(h_q, topk):
+def test_never_falls_back(h_q, topk, x64):
     """The text lowered for a GPU holds the kernel by its name, one launch, no copy of q or of the indices, no dot."""
-    text = jax.jit(attention).trace(*shapes(h_q=h_q, topk=topk)).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.enable_x64(x64):
+        text = jax.jit(attention).trace(*shapes(h_q=h_q, topk=topk)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
     assert f"{mosaic_gpu.KERNEL_NAME}_mosaic_gpu" in text
     for op in ("dot_general", "gather", "pad", "concatenate"):

@@ -39,8 +39,8 @@ def commands(gpus: int, flashmla: list[str], out: list[str]) -> list[list[str]]:
         return [["benchmarks.small", *out]]
     one = [
         ["bench_gather_dequant"], ["bench_swa_combine"], ["bench_sparse_mla", *flashmla],
-        ["bench_paged_mla", *flashmla], ["bench_prefill", "stages", *flashmla], ["bench_prefill", "growth"],
-        ["bench_prefill", "plot"],
+        ["bench_paged_mla", *flashmla], ["bench_prefill", "stages", *flashmla], ["bench_prefill", "batches"],
+        ["bench_prefill", "growth"], ["bench_prefill", "plot"],
     ]  # fmt: skip
     several = [["bench_scaling", "layers"], ["bench_scaling", "blocks"]] if gpus > 1 else []
     return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several]

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,12 @@ def test_every_benchmark_is_run():
     files = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
     on_two = [module.removeprefix("benchmarks.") for module, *_ in bench.commands(2, [], [])]
     assert files == set(on_two)
+    for name in files:  # and every part of it
+        parts = re.search(
+            r'add_argument\("(?:part|what)", choices=\(([^)]*)\)', (ROOT / f"benchmarks/{name}.py").read_text()
+        )
+        run = {more[0] for module, *more in bench.commands(2, [], []) if module == f"benchmarks.{name}" and more}
+        assert run == set(re.findall(r"\w+", parts[1]) if parts else ())
     on_one = bench.commands(1, ["--flashmla", "lib"], ["--out", "rows"])
     assert all(command[-2:] == ["--out", "rows"] for command in on_one)
     assert sum("--flashmla" in command for command in on_one) == 3 and "benchmarks.bench_scaling" not in str(on_one)

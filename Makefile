@@ -25,7 +25,7 @@ types: $(VENV)/.installed
 
 # Compiles every kernel to sm_90a machine code; no GPU needed.
 aot: $(VENV)/.aot
-	$(PY) -m pytest -m aot
+	$(PY) -m pytest -n 2 -m aot
 
 # All benchmarks that the machine allows, and the plots; see `python -m benchmarks --help`.
 bench: $(VENV)/.installed

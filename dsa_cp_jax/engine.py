@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dsa_cp_jax.attention import dsa_prefill_attention_local
 from dsa_cp_jax.chunk import ChunkPlan, PrefillChunk, make_plan
+from dsa_cp_jax.config import LAYER_KINDS
 from dsa_cp_jax.gate import GateDecision, can_use_sparse_prefill
 from dsa_cp_jax.model import Decoder
 from dsa_cp_jax.modules import shard_over_cp
@@ -97,7 +98,7 @@ class Engine:
         self.mesh = {n: Mesh(np.array(group), (CP_AXIS,)) for n, group in {1: [alone], len(devices): devices}.items()}
         self.placed_model = {n: self._place(n, model) for n in self.mesh}
         positions = pages * config.swa_page_size  # of a request
-        kinds = dict(c4=4, c128=128)
+        kinds = {kind: ratio for kind, ratio in LAYER_KINDS.items() if ratio}
         tables = {kind: cdiv(positions // ratio, config.compressed_page_size(kind)) for kind, ratio in kinds.items()}
         self.compressed_pages = {kind: requests * width for kind, width in tables.items()}
         rng = np.random.default_rng(0)

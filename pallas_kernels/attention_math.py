@@ -150,19 +150,21 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
     _check_like("out_b", out_b, out_a.dtype, shape)
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
         _check_like(name, lse, jnp.float32, shape[:-1])
-    a, b = (jnp.where(jnp.isinf(lse), -jnp.inf, lse) for lse in (lse_a, lse_b))
-    top = jnp.maximum(a, b)
+    out, lse = merge_parts(jnp.stack([out_a, out_b]), jnp.stack([lse_a, lse_b]))
+    return out.astype(out_a.dtype), lse
+
+
+def merge_parts(out, lse):
+    """`merge_attention` of any number of parts: out [parts, ..., d_v], lse [parts, ...]; returns both in float32."""
+    lse = jnp.where(jnp.isinf(lse), -jnp.inf, lse)
+    top = lse.max(0)
     empty = top == -jnp.inf
     shift = lax.stop_gradient(jnp.where(empty, 0, top))
-    weight_a, weight_b = jnp.exp(a - shift), jnp.exp(b - shift)
-    total = jnp.where(empty, 1, weight_a + weight_b)
-
-    def share(weight, out):
-        weight = (weight / total)[..., None]
-        return weight * jnp.where(weight == 0, 0, out.astype(jnp.float32))
-
-    out = share(weight_a, out_a) + share(weight_b, out_b)
-    return out.astype(out_a.dtype), jnp.where(empty, jnp.inf, jnp.log(total) + shift)
+    weight = jnp.exp(lse - shift)
+    total = jnp.where(empty, 1, weight.sum(0))
+    share = (weight / total)[..., None]
+    out = (share * jnp.where(share == 0, 0, out.astype(jnp.float32))).sum(0)
+    return out, jnp.where(empty, jnp.inf, jnp.log(total) + shift)
 
 
 def _check_out(name: str, out) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ The primitives are calls of one warpgroup (128 threads). Three ideas recur:
 * Heads. Row arrays of q and out are flat, [s_q * h_q, ...]; a block of 64 heads starts at row query * h_q + head and
   has min(64, h_q - head) rows: the rest is zero-filled when read and not written.
 
-500 lines, because it is a list: one primitive after another, none of which knows of the others.
+600 lines, because it is a list: one primitive after another, none of which knows of the others.
 """
 
 from collections.abc import Callable
@@ -100,6 +100,20 @@ def _lane_row(thread) -> ir.Value:
 
 def _lane_tile(thread) -> ir.Value:
     return arith.andi(arith.shrui(thread, _c(4)), _c(1))
+
+
+def _load_tokens(index_row, first, limit) -> Any:
+    """Tokens of columns first .. first + 127 of the index row at an address; -1, and not read, from `limit` on."""
+    _, i32, _ = _types()
+    thread = _thread()
+    column = arith.addi(arith.addi(_scalar(first), arith.muli(_lane_tile(thread), _c(ROWS))), _lane_row(thread))
+    inside = arith.extui(i32, _less(column, _scalar(limit)))
+    # Nothing may depend on the loaded value in here: the warp would wait for it before its next copies.
+    token = utils.inline_ptx(
+        "{ .reg .pred inside; setp.ne.s32 inside, $2, 0; mov.b32 $0, -1; @inside ld.volatile.global.b32 $0, [$1]; }",
+        utils.getelementptr(index_row, [column], i32), inside, result_types=i32, has_side_effects=True,
+    )  # fmt: skip
+    return _array(_TOKENS, [token])
 
 
 def _quad_row(thread) -> ir.Value:
@@ -420,19 +434,8 @@ class Hopper:
             return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_TOKENS),
         )
         def load(ctx, indices, row, first, limit):
-            _, i32, _ = _types()
             width = ir.MemRefType(indices.type).shape[1]
-            thread = _thread()
-            column = arith.addi(arith.addi(_scalar(first), arith.muli(_lane_tile(thread), _c(ROWS))), _lane_row(thread))
-            address = utils.getelementptr(_at_byte(_global(indices), _scalar(row), 4 * width), [column], i32)
-            inside = arith.extui(i32, _less(column, _scalar(limit)))
-            # Nothing may depend on the loaded value in here: the warp would wait for it before its next copies.
-            token = utils.inline_ptx(
-                "{ .reg .pred inside; setp.ne.s32 inside, $2, 0; mov.b32 $0, -1;"
-                " @inside ld.volatile.global.b32 $0, [$1]; }",
-                address, inside, result_types=i32, has_side_effects=True,
-            )  # fmt: skip
-            return _array(_TOKENS, [token])
+            return _load_tokens(_at_byte(_global(indices), _scalar(row), 4 * width), first, limit)
 
         return load(indices_ref, row, first, limit)
 

@@ -368,21 +368,30 @@ def attend(
             warpgroup()
 
 
-def compiler_params() -> plgpu.CompilerParams:
-    """All ordering is this module's own; exp2 and log are the hardware's."""
-    return plgpu.CompilerParams(
-        approx_math=True,
-        unsafe_no_auto_barriers=True,
-        reduction_scratch_bytes=0,
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-    )
+def launch(kernel: Callable, operands, *, s_q: int, h_q: int, dtype, scratch, blocks: int, name: str, interpret):
+    """Runs `kernel(*operand references, out, max_logits, lse, *scratch)` in `blocks` blocks of three warpgroups.
 
-
-def output_types(s_q: int, h_q: int, dtype=jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """out, max_logits, lse, with query and head flattened into one axis."""
+    Returns:
+      out [s_q * h_q, 512] of `dtype`, max_logits and lse [s_q * h_q] float32: query and head are one axis.
+    """
     rows = s_q * h_q
-    return (
-        jax.ShapeDtypeStruct((rows, D_V), dtype),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
-    )
+    logs = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    with jax.enable_x64(False):  # Python numbers are 32 bits wide in the kernel
+        return plgpu.kernel(
+            kernel,
+            out_type=(jax.ShapeDtypeStruct((rows, D_V), dtype), logs, logs),
+            scratch_types=scratch,
+            grid=(blocks,),
+            grid_names=("block",),
+            num_threads=3,
+            thread_name="warpgroup",
+            # All ordering is this module's own; exp2 and log are the hardware's.
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                unsafe_no_auto_barriers=True,
+                reduction_scratch_bytes=0,
+                lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            ),
+            interpret=interpret,
+            kernel_name=name,
+        )(*operands)

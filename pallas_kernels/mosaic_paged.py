@@ -37,9 +37,8 @@ from pallas_kernels.mosaic import (
     _barrier,
     _c,
     _global,
-    _lane_row,
-    _lane_tile,
     _less,
+    _load_tokens,
     _quad_row,
     _scalar,
     _thread,
@@ -282,18 +281,8 @@ class HopperPaged(Hopper):
             return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_TOKENS),
         )
         def load(ctx, extra, row, first, limit, *indices):
-            _, i32, _ = _types()
-            thread = _thread()
-            column = arith.addi(arith.addi(_scalar(first), arith.muli(_lane_tile(thread), _c(ROWS))), _lane_row(thread))
             rows = [_at_byte(_global(x), _scalar(row), 4 * ir.MemRefType(x.type).shape[1]) for x in indices]
-            address = utils.getelementptr(_choose(_scalar(extra), rows), [column], i32)
-            inside = arith.extui(i32, _less(column, _scalar(limit)))
-            slot = utils.inline_ptx(
-                "{ .reg .pred inside; setp.ne.s32 inside, $2, 0; @!inside mov.b32 $0, -1;"
-                " @inside ld.volatile.global.b32 $0, [$1]; }",
-                address, inside, result_types=i32, has_side_effects=True,
-            )  # fmt: skip
-            return _array(_TOKENS, [slot])
+            return _load_tokens(_choose(_scalar(extra), rows), first, limit)
 
         return load(extra, row, first, limit, *indices_refs)
 

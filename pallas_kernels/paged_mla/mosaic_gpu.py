@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.attention_math import apply_attn_sink, merge_parts
 from pallas_kernels.common import cdiv
 from pallas_kernels.kv_layout import KVLayout
 from pallas_kernels.mosaic_attention import (
@@ -36,9 +37,8 @@ from pallas_kernels.mosaic_attention import (
     Items,
     Shared,
     attend,
-    compiler_params,
+    launch,
     open_shared,
-    output_types,
     shared_types,
 )
 from pallas_kernels.mosaic_paged import UNIT, HopperPaged, Pool
@@ -255,32 +255,14 @@ def paged_mla_attention(
             produce(hw, shared, stage, items, plan, pools, q_ref, pages_refs, index_refs)
 
     optional = [x for x in (*lengths, sink) if x is not None]
-    with jax.enable_x64(False):  # Python numbers are 32 bits wide in the kernel
-        out, _, lse = plgpu.kernel(
-            kernel,
-            out_type=output_types(b * plan.parts, h_q, jnp.bfloat16 if plan.parts == 1 else jnp.float32),
-            scratch_types=scratch,
-            grid=(blocks,),
-            grid_names=("block",),
-            num_threads=3,
-            thread_name="warpgroup",
-            compiler_params=compiler_params(),
-            interpret=interpret,
-            kernel_name=KERNEL_NAME,
-        )(q.reshape(b * h_q, d), *(pages for pages, _, _ in scopes), *indices, *optional)
+    out, _, lse = launch(
+        kernel, (q.reshape(b * h_q, d), *(pages for pages, _, _ in scopes), *indices, *optional), s_q=b * plan.parts,
+        h_q=h_q, dtype=jnp.bfloat16 if plan.parts == 1 else jnp.float32, scratch=scratch, blocks=blocks,
+        name=KERNEL_NAME, interpret=interpret,
+    )  # fmt: skip
     if plan.parts == 1:
         return out.reshape(b, h_q, D_V), lse.reshape(b, h_q)
-    return _merge(out.reshape(plan.parts, b, h_q, D_V), lse.reshape(plan.parts, b, h_q), attn_sink)
-
-
-def _merge(out, lse, attn_sink) -> tuple[jax.Array, jax.Array]:
-    """Attention over all parts, with the sink, from that over each: out [parts, b, h_q, d_v] and lse without it."""
-    lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)
-    top = lse.max(0)
-    empty = top == -jnp.inf
-    shift = jnp.where(empty, 0, top)
-    weights = jnp.exp(lse - shift)
-    total = jnp.where(empty, 1, weights.sum(0))
-    with_sink = total if attn_sink is None else total + jnp.exp(attn_sink - shift)
-    share = jnp.where(empty, 0, weights / with_sink)
-    return (share[..., None] * out).sum(0).astype(jnp.bfloat16), jnp.where(empty, jnp.inf, jnp.log(total) + shift)
+    out, lse = merge_parts(out.reshape(plan.parts, b, h_q, D_V), lse.reshape(plan.parts, b, h_q))
+    if attn_sink is not None:
+        out = apply_attn_sink(out, lse, attn_sink)
+    return out.astype(jnp.bfloat16), lse

@@ -32,10 +32,9 @@ from pallas_kernels.mosaic_attention import (
     Items,
     Shared,
     attend,
-    compiler_params,
     items_of_block,
+    launch,
     open_shared,
-    output_types,
     shared_types,
 )
 from pallas_kernels.mosaic_interpreted import Interpreted
@@ -144,17 +143,8 @@ def sparse_mla_attention(
                 plgpu.set_max_registers(REGISTERS[1], action="decrease")
                 gather(hw, shared, items, (q_ref, kv_ref, indices_ref), h_q=h_q, max_tokens=topk)
 
-    with jax.enable_x64(False):  # Python numbers are 32 bits wide in the kernel
-        out, max_logits, lse = plgpu.kernel(
-            kernel,
-            out_type=output_types(s_q, h_q),
-            scratch_types=[t for t in types if t is not None],
-            grid=(blocks,),
-            grid_names=("block",),
-            num_threads=3,
-            thread_name="warpgroup",
-            compiler_params=compiler_params(),
-            interpret=interpret,
-            kernel_name=KERNEL_NAME,
-        )(q.reshape(s_q * h_q, d), kv, indices, *optional)
+    out, max_logits, lse = launch(
+        kernel, (q.reshape(s_q * h_q, d), kv, indices, *optional), s_q=s_q, h_q=h_q, dtype=jnp.bfloat16,
+        scratch=[t for t in types if t is not None], blocks=blocks, name=KERNEL_NAME, interpret=interpret,
+    )  # fmt: skip
     return out.reshape(s_q, h_q, D_V), max_logits.reshape(s_q, h_q), lse.reshape(s_q, h_q)

@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import pathlib
+import re
 import shutil
 
 import jax
@@ -38,6 +39,13 @@ def h200_mesh(shape=(1,), axis_names=("x",), axis_types=None) -> jax.sharding.Me
         platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{math.prod(shape)}"
     )
     return jax.sharding.Mesh(np.array(topology.devices).reshape(shape), axis_names, axis_types=axis_types)
+
+
+def assert_few_spills(ptxas_log: str, most: int) -> None:
+    """Of a MOSAIC_GPU_DUMP_PTXAS log: at most `most` bytes spilled, and no wgmma that ptxas serialises (C7510, C7511)."""
+    stores = [int(n) for n in re.findall(r"(\d+) bytes spill stores", ptxas_log)]
+    assert stores and max(stores) <= most, ptxas_log
+    assert not re.search(r"C751[01]", ptxas_log), ptxas_log
 
 
 def compile_for_h200(fn, *args):

@@ -161,7 +161,7 @@ def test_two_processes_of_two_cpu_devices(port, tmp_path):
     (code, out, err), (other_code, other_out, other_err) = run_processes(
         port, 2, arguments, setup=setup, env=lambda i: cpu
     )
-    assert (code, other_code) == (0, 0), err + other_err
+    assert (code, other_code) == (0, 0), out + err + other_err
     said, other_said = ([line for line in x.splitlines() if "Gloo" not in line] for x in (out, other_out))
     assert said[-1].startswith("passed: 2 prompts") and "sparse + cp 4, dense + cp 4: 8 steps" in said[-1]
     assert not other_said

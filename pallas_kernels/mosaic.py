@@ -337,7 +337,7 @@ class Hopper:
         return load(ref, i)
 
     @staticmethod
-    def share(scratch_ref, lengths_ref, most: int, extra: int, part, parts: int):
+    def share(scratch_ref, lengths_refs, most, extra: int, part, parts: int):
         """Rows (first, end) of part `part` of `parts`: neighbours whose work is about 1 / parts of all rows' work.
 
         The work of a row is its rounds of 128 tokens, at least one, plus `extra`. All threads of the block come here:
@@ -345,18 +345,21 @@ class Hopper:
 
         Args:
           scratch_ref: [>= THREADS / 32 + 2] f32 or int32 shared memory, free before and after.
-          lengths_ref: [n] int32 tokens per row in global memory, clamped to 0..most.
+          lengths_refs: for each scope [n] int32 tokens per row in global memory, or None for `most`; one is not None.
+          most: for each scope the bound to which its lengths are clamped.
         """
         scalar = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+        given = [(ref, bound) for ref, bound in zip(lengths_refs, most) if ref is not None]
+        rounds_of_others = sum(-(-bound // (2 * ROWS)) for ref, bound in zip(lengths_refs, most) if ref is None)
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _REF, _SCALAR), return_type=(scalar, scalar))
-        def share(ctx, scratch, lengths, part):
+        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, *[_REF] * len(given)), return_type=(scalar, scalar))
+        def share(ctx, scratch, part, *lengths):
             _, i32, i64 = _types()
-            (n,) = ir.MemRefType(lengths.type).shape
+            (n,) = ir.MemRefType(lengths[0].type).shape
             thread, warps, strip = utils.thread_idx(), THREADS // 32, -(-n // THREADS)
             start = arith.minui(arith.muli(thread, _c(strip)), _c(n))
             count = arith.minui(_c(strip), arith.subi(_c(n), start))
-            first_length = utils.getelementptr(_global(lengths), [start], i32)
+            first_lengths = [utils.getelementptr(_global(ref), [start], i32) for ref in lengths]
 
             def word(i):
                 return utils.getelementptr(utils.memref_ptr(scratch), [i], i32)
@@ -371,9 +374,11 @@ class Hopper:
                 utils.inline_ptx("bar.sync 0;", has_side_effects=True)
 
             def work(i):
-                tokens = llvm.load(i32, utils.getelementptr(first_length, [i], i32))
-                tokens = arith.minsi(arith.maxsi(tokens, _c(0)), _c(most))
-                rounds = arith.shrui(arith.addi(tokens, _c(2 * ROWS - 1)), _c(7))
+                rounds = _c(rounds_of_others)
+                for first, (_, bound) in zip(first_lengths, given):
+                    tokens = llvm.load(i32, utils.getelementptr(first, [i], i32))
+                    tokens = arith.minsi(arith.maxsi(tokens, _c(0)), _c(bound))
+                    rounds = arith.addi(rounds, arith.shrui(arith.addi(tokens, _c(2 * ROWS - 1)), _c(7)))
                 return arith.addi(arith.maxui(rounds, _c(1)), _c(extra))
 
             (own,) = utils.fori(count, [_c(0)])(lambda i, total: [arith.addi(total[0], work(i))]).results
@@ -420,7 +425,7 @@ class Hopper:
             meet()
             return first, end
 
-        return share(scratch_ref, lengths_ref, part)
+        return share(scratch_ref, part, *[ref for ref, _ in given])
 
     @staticmethod
     def load_tokens(indices_ref, row, first, limit):

@@ -1,8 +1,8 @@
 """The attention core of the Hopper kernels: two warpgroups that attend, for whatever third one fills the KV tiles.
 
 A block has three warpgroups. A *producer* (of the op: it gathers, or it dequantises) fills shared memory with Q, KV
-tiles and masks; warpgroups 0 and 1, written here, compute. An item is one query times 64 heads. The grid is persistent:
-block b takes items b, b + blocks, ...; for more than 64 heads, neighbouring blocks work on the same query's KV rows at
+tiles and masks; warpgroups 0 and 1, written here, compute. An item is one query times 64 heads. The grid is persistent;
+`Plan` says which items a block takes. For more than 64 heads, neighbouring blocks work on the same query's KV rows at
 the same time.
 
 Tokens go in pairs of 64-row tiles. Warpgroup w forms the logits S_w of tile w (Q and K from shared memory); both
@@ -36,6 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common import cdiv
 from pallas_kernels.mosaic import ROWS, TILED
 
 D_V, HALF = 512, 256
@@ -47,8 +48,6 @@ SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200: blocks of the persistent grid. Right on any other number, too."""
 ITEM_ROUNDS = 2
 """What start and end of an item cost, in rounds (512, 64, 640 takes 19 µs an item, 128 tokens more 2.7 µs; H200)."""
-REGISTERS = (232, 40)
-"""Per thread of a computing warpgroup and of the producer. (224, 56): no spills, but 0 to 0.7 % slower (H200)."""
 LEFT0, RIGHT0, LEFT1, RIGHT1, QUERY = range(5)
 FREE, MASKS, TURN, BARRIERS = 5, 10, 12, 16
 
@@ -110,58 +109,156 @@ class Items(NamedTuple):
 
     count: Any  # traced; may be 0
     head: Any
-    query: Callable  # item number -> query; numbers past the last one give some query
-    request: Callable  # item number -> number of tokens of its query, asked for early; an opaque value
-    pairs: Callable  # that value -> rounds, at least 1
+    query: Callable  # item number -> row of the outputs; numbers past the last one give some row
+    request: Callable  # item number -> lengths of its query, asked for early; an opaque tuple
+    pairs: Callable  # that tuple -> rounds, at least 1
 
 
-def items_of_block(
-    hw, s_q: int, h_q: int, max_tokens: int, length_ref, some_global_ref, scratch_ref, block, blocks: int
-) -> Items:
-    """Items of block number `block` of `blocks`; all threads of the block meet in here.
+class Plan(NamedTuple):
+    """What the blocks of a kernel do.
 
-    The blocks of a team, one for every 64 heads, take the same queries at the same time. Teams take every so manieth
-    query or, where the number of tokens varies, neighbours that are a fair share of the work.
+    A query's index columns come in one or two *scopes*. Its rounds are those of the first scope, then those of the
+    second, 128 columns each; the last of each may be partly empty. With `parts` > 1 its rounds are dealt out to so many
+    items, part p of query i being row p * queries + i of the outputs.
+    """
+
+    queries: int
+    h_q: int
+    columns: tuple[int, ...]  # index columns of each scope
+    parts: int = 1
+
+    @property
+    def team_size(self) -> int:
+        """Blocks that take the same queries at the same time, one for every 64 heads."""
+        return cdiv(self.h_q, HEADS)
+
+    def blocks(self, most: int) -> int:
+        """Blocks of the grid: whole teams, at most `most` blocks and one for every item."""
+        return self.team_size * min(self.queries * self.parts, max(1, most // self.team_size))
+
+    def rounds(self, lengths):
+        """(first round, rounds, rounds of each scope) of an item; lengths: what `Items.request` gave."""
+        each = [lax.div(jnp.clip(n, 0, most) + (PAIR - 1), PAIR) for n, most in zip(lengths, self.columns)]
+        total = sum(each)
+        if self.parts == 1:
+            return 0, total, each
+        part = lengths[-1]
+        first = lax.div(part * total, self.parts)
+        return first, lax.div((part + 1) * total, self.parts) - first, each
+
+    def read(self, lengths, i):
+        """(scope, first column, end of columns) of round i of an item; past its last round nothing is left to read."""
+        first, count, each = self.rounds(lengths)
+        i = jnp.where(i < count, first + i, sum(each))
+        limits = [jnp.clip(n, 0, most) for n, most in zip(lengths, self.columns)]
+        if len(each) == 1:
+            return jnp.int32(0), i * PAIR, limits[0]
+        extra = i >= each[0]
+        first = (i - jnp.where(extra, each[0], 0)) * PAIR
+        return extra.astype(jnp.int32), first, jnp.where(extra, limits[1], limits[0])
+
+    def items(self, hw, length_refs, some_global_ref, scratch_ref, block, blocks: int) -> Items:
+        """Items of block number `block` of `blocks`; all threads of the block meet in here.
+
+        Teams take every so manieth row or, where the number of columns varies, neighbours that are a fair share of the
+        work.
+
+        Args:
+          length_refs: for each scope [queries] int32 columns that count, clamped to 0..columns; None: all of them.
+          some_global_ref: any array in global memory.
+          scratch_ref: shared memory that nothing else uses yet.
+        """
+        teams, team = blocks // self.team_size, lax.div(block, self.team_size)
+        rows = self.queries * self.parts
+        zero = hw.hidden_zero(some_global_ref)
+        if self.parts > 1 or all(ref is None for ref in length_refs):
+            first, stride, count = team, teams, lax.div(rows - team + (teams - 1), teams)
+        else:
+            first, end = hw.share(scratch_ref, length_refs, self.columns, ITEM_ROUNDS, team, teams)
+            stride, count = 1, end - first
+
+        def query(i):
+            return jnp.minimum(first + i * stride, rows - 1)
+
+        def request(i):
+            row = self.row(query(i))
+            lengths = [
+                zero + n if ref is None else hw.load_scalar(ref, row) for n, ref in zip(self.columns, length_refs)
+            ]
+            return (*lengths, lax.div(query(i), self.queries)) if self.parts > 1 else tuple(lengths)
+
+        def pairs(lengths):
+            # The zero hides what the compilers know of the number: known to be >= 1, it makes ptxas serialise wgmma.
+            return jnp.maximum(self.rounds(lengths)[1], 1) + zero
+
+        return Items(count, lax.rem(block, self.team_size) * HEADS, query, request, pairs)
+
+    def row(self, query):
+        """Row of q, of the indices and of the lengths."""
+        return query if self.parts == 1 else lax.rem(query, self.queries)
+
+
+def feed(hw, shared: Shared, plan: Plan, items: Items, q_ref, load: Callable, begin: Callable, fill: Callable):
+    """Runs as warpgroup 2: fills Q, and lets the op fill the KV tiles and the masks, round by round.
 
     Args:
-      max_tokens: upper bound of a query's tokens.
-      length_ref: [s_q] int32 tokens per query, clamped to 0..max_tokens; None: max_tokens for all.
-      some_global_ref: any array in global memory.
-      scratch_ref: shared memory that nothing else uses yet.
-      blocks: a multiple of the blocks of a team, at most one for every item.
+      q_ref: [queries * h_q, d] bf16.
+      load: (row, scope, first column, end of columns) -> what a round needs to know, on its way from global memory.
+      begin: what `load` gave for the first round -> the op's state.
+      fill: (r, the op's state, what `load` gave for the next round) -> the state for that. It fills the four buffers
+        and the masks of round r, each buffer `when_free`.
     """
-    team_size = -(-h_q // HEADS)
-    teams, team, head = blocks // team_size, lax.div(block, team_size), lax.rem(block, team_size) * HEADS
-    zero = hw.hidden_zero(some_global_ref)
-    if length_ref is None:
-        first, stride, count = team, teams, lax.div(s_q - team + (teams - 1), teams)
-    else:
-        first, end = hw.share(scratch_ref, length_ref, max_tokens, ITEM_ROUNDS, team, teams)
-        stride, count = 1, end - first
+    barriers = shared.barriers
 
-    def query(i):
-        return jnp.minimum(first + i * stride, s_q - 1)
+    def loaded(it, lengths, i):
+        return load(plan.row(items.query(it)), *plan.read(lengths, i))
 
-    def request(i):
-        return zero + max_tokens if length_ref is None else hw.load_scalar(length_ref, query(i))
+    def one_item(it, carry):
+        done, lengths, next_lengths, state = carry
+        later_lengths = items.request(it + 2)
+        pl.when(it > 0)(lambda: hw.wait(barriers, FREE + QUERY, lax.rem(it + 1, 2)))
+        first = plan.row(items.query(it)) * plan.h_q + items.head
+        q_rows = hw.rows_to_copy(hw.consecutive_tokens(first, plan.h_q - items.head), 0)
+        hw.copy_rows(q_ref, q_rows, 0, shared.q.at[0], barriers, QUERY, keep=False)
+        n = items.pairs(lengths)
 
-    def pairs(tokens):
-        # The zero hides what the compilers know of the number: known to be >= 1, it makes ptxas serialise wgmma.
-        return jnp.maximum(lax.div(jnp.clip(tokens, 0, max_tokens) + (PAIR - 1), PAIR), 1) + zero
+        def round_(i, state):
+            ends = i + 1 >= n
+            ahead = [jnp.where(ends, b, a) for a, b in zip(lengths, next_lengths)]
+            return fill(done + i, state, loaded(it + jnp.where(ends, 1, 0), ahead, jnp.where(ends, 0, i + 1)))
 
-    return Items(count, head, query, request, pairs)
+        return done + n, next_lengths, later_lengths, lax.fori_loop(0, n, round_, state)
+
+    lengths = items.request(jnp.int32(0))
+    state = begin(loaded(jnp.int32(0), lengths, jnp.int32(0)))
+    carry = jnp.int32(0), lengths, items.request(jnp.int32(1)), state
+    done, *_ = lax.fori_loop(0, items.count, one_item, carry)
+    # Every phase is waited for, the last ones here.
+    hw.wait(barriers, FREE + QUERY, lax.rem(items.count + 1, 2))
+    for k in (LEFT0, RIGHT1, RIGHT0, LEFT1):
+        hw.wait(barriers, FREE + k, lax.rem(done + 1, 2))
 
 
 def attend(
-    hw, shared: Shared, items: Items, outputs, sink_ref, *, d: int, h_q: int, sm_scale: float, registers=REGISTERS[0]
+    hw,
+    shared: Shared,
+    items: Items,
+    outputs,
+    sink_ref,
+    produce: Callable,
+    *,
+    d: int,
+    h_q: int,
+    sm_scale: float,
+    registers: tuple[int, int],
 ):
-    """Runs as warpgroups 0 and 1: attends to what the producer delivers and writes the outputs.
+    """Runs a block: warpgroups 0 and 1 attend to what `produce()`, warpgroup 2, delivers, and write the outputs.
 
     Args:
       hw: `mosaic.Hopper()` or `mosaic.Interpreted()`.
       outputs: references out [s_q * h_q, 512] bf16 or f32, max_logits and lse [s_q * h_q] f32.
       sink_ref: [h_q] f32, natural units, or None.
-      registers: per thread of these warpgroups.
+      registers: per thread of warpgroups 0 and 1, and of warpgroup 2.
     """
     out_ref, max_ref, lse_ref = outputs
     scale = float(sm_scale * _LOG2E)
@@ -259,6 +356,8 @@ def attend(
             def own_tile(accs):
                 hw.wgmma(accs[0], p_own, shared.left0.at[z])
                 p0(z)[...] = p_own
+                hw.wgmma_wait(0)
+                arrive(FREE + LEFT0)  # before warpgroup 1 has its maximum: the next gather starts early
                 wait(TURN + 1, r)
                 m = read_rows(shared.maxima[1])
                 a = jnp.exp2(m0 - m)
@@ -273,7 +372,6 @@ def attend(
                 arrive(TURN + 2)
 
             (o,) = hw.accumulate(own_tile, o)
-            arrive(FREE + LEFT0)
             m = read_rows(shared.maxima[1])
             a = jnp.exp2(m0 - m)
             l = l * a
@@ -360,12 +458,15 @@ def attend(
 
         for_items(one_item)
 
-    for w, warpgroup in enumerate((warpgroup0, warpgroup1)):
-
-        @pl.when(lax.axis_index("warpgroup") == w)
-        def _(warpgroup=warpgroup):
-            plgpu.set_max_registers(registers, action="increase")
+    def run(w, warpgroup, registers, action):
+        @pl.when((lax.axis_index("warpgroup") == w) & (items.count > 0))
+        def _():
+            plgpu.set_max_registers(registers, action=action)
             warpgroup()
+
+    run(0, warpgroup0, registers[0], "increase")
+    run(1, warpgroup1, registers[0], "increase")
+    run(2, produce, registers[1], "decrease")
 
 
 def launch(kernel: Callable, operands, *, s_q: int, h_q: int, dtype, scratch, blocks: int, name: str, interpret):

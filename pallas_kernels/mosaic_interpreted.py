@@ -86,9 +86,12 @@ class Interpreted:
         return ref[i]
 
     @staticmethod
-    def share(scratch_ref, lengths_ref, most, extra, part, parts):
-        rounds = lax.div(jnp.clip(lengths_ref[...], 0, most) + 2 * ROWS - 1, 2 * ROWS)
-        work = jnp.maximum(rounds, 1) + extra
+    def share(scratch_ref, lengths_refs, most, extra, part, parts):
+        rounds = [
+            lax.div((n if ref is None else jnp.clip(ref[...], 0, n)) + 2 * ROWS - 1, 2 * ROWS)
+            for ref, n in zip(lengths_refs, most)
+        ]
+        work = jnp.maximum(sum(rounds), 1) + extra
         position = (jnp.cumsum(work) - work) * parts
         return tuple(jnp.sum(position < bound * work.sum(), dtype=jnp.int32) for bound in (part, part + 1))
 

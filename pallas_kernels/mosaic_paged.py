@@ -149,15 +149,13 @@ class _Lane(NamedTuple):
         sub = arith.shrui(lane, _c(2))
         return cls(arith.shrui(thread, _c(5)), sub, arith.andi(lane, _c(3)), arith.muli(arith.andi(sub, _c(1)), _c(64)))
 
-    def of_rows(self, value, tile: int) -> list[ir.Value]:
-        """What the lanes that hold the tokens of this thread's two rows have as `value`."""
-        return [
-            utils.inline_ptx(
-                "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", value, arith.addi(self.sub, _c(16 * tile + 8 * group)),
-                result_types=_types()[1], has_side_effects=True,
-            )
-            for group in range(2)
-        ]  # fmt: skip
+    def of_row(self, value, tile: int, group: int) -> ir.Value:
+        """What the lane that holds the token of one of this thread's two rows has as `value`."""
+        holder = arith.addi(self.sub, _c(16 * tile + 8 * group))
+        return utils.inline_ptx(
+            "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", value, holder, result_types=_types()[1],
+            has_side_effects=True,
+        )  # fmt: skip
 
 
 class _Target:
@@ -182,11 +180,12 @@ class _Target:
         start = arith.xori(start, _c(flip)) if flip else start
         return arith.addi(start, _c(piece.group * self.group_bytes + piece.chunk * self.chunk_bytes))
 
-    def store(self, piece: _Piece, words) -> None:
+    def store(self, piece: _Piece, words, offset=None) -> None:
         for i in range(0, len(words), 4):
+            at = self.address(piece, i > 0)
             utils.inline_ptx(
-                "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", self.address(piece, i > 0), *words[i : i + 4],
-                has_side_effects=True,
+                "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", at if offset is None else arith.addi(at, offset),
+                *words[i : i + 4], has_side_effects=True,
             )  # fmt: skip
 
 
@@ -208,6 +207,10 @@ def _land(barriers, k: int) -> None:
     )
 
 
+def _fp8_pieces(layout: KVLayout, right: bool) -> list[_Piece]:
+    return [piece for piece in _pieces(layout, right) if piece.scale is not None]
+
+
 def _load_piece(source, size) -> list[ir.Value]:
     """The four words at a global address, or zeros if size is 0."""
     words = utils.inline_ptx(
@@ -220,41 +223,39 @@ def _load_piece(source, size) -> list[ir.Value]:
     return list(words)
 
 
-class _Request:
-    """Asks for pieces of one half tile: the ring's slot and the row's bytes."""
+class _Rows:
+    """The bytes of a tile's rows, for a thread: addresses come to be when they are needed, for they take registers."""
 
-    def __init__(self, ring, first: int, units, pages, lane: _Lane, layout: KVLayout, right: bool):
+    def __init__(self, units, tile: int, pages, lane: _Lane):
+        self.units, self.tile, self.pages, self.lane, self.rows = units, tile, pages, lane, {}
+
+    def source(self, piece: _Piece) -> tuple[ir.Value, ir.Value]:
+        """Address and size of a piece."""
+        row, size = self.of_group(piece.group)
+        return utils.getelementptr(row, [_source_in_chunk(piece, self.lane)], _types()[0]), size
+
+    def of_group(self, group: int) -> tuple[ir.Value, ir.Value]:
+        """Address of the row in this group; 16, or 0 if there is none."""
         i8, _, i64 = _types()
-        self.ring, self.first, self.pieces, self.lane = ring, first, _pieces(layout, right), lane
-        self.rows = []
-        for unit in units:
+        if group not in self.rows:
+            unit = self.lane.of_row(self.units, self.tile, group)
             known = arith.cmpi(arith.CmpIPredicate.ne, unit, _c(-1))
             at = arith.shli(arith.extui(i64, arith.select(known, unit, _c(0))), utils.c(4, i64))
-            self.rows.append((utils.getelementptr(pages, [at], i8), arith.select(known, _c(16), _c(0))))
+            self.rows[group] = utils.getelementptr(self.pages, [at], i8), arith.select(known, _c(16), _c(0))
+        return self.rows[group]
 
-    def __call__(self, i: int) -> None:
-        """Asks for piece i."""
-        piece = self.pieces[i]
-        row, size = self.rows[piece.group]
-        utils.inline_ptx(
-            "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", self.ring(self.first + i),
-            utils.getelementptr(row, [_source_in_chunk(piece, self.lane)], _types()[0]), size, has_side_effects=True,
-        )  # fmt: skip
-        utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
-    def load(self, piece: _Piece) -> list[ir.Value]:
-        """A piece's words, not by the ring."""
-        row, size = self.rows[piece.group]
-        return _load_piece(utils.getelementptr(row, [_source_in_chunk(piece, self.lane)], _types()[0]), size)
+def _copy_piece(to, source, size) -> None:
+    utils.inline_ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", to, source, size, has_side_effects=True)
 
 
 def _ring(stage, turn):
     """A function from piece numbers, counted within a turn, to the address of the thread's slot.
 
-    A turn has 36 pieces, so every other one starts in the middle of the ring.
+    A turn has 28 pieces, so every other one starts in the middle of the ring.
     """
     start = arith.addi(_shared_address(stage), arith.muli(_opaque(_thread()), _c(16)))
-    ahead = arith.muli(_scalar(turn), _c(_RING_BYTES // 2))
+    ahead = arith.muli(turn, _c(_RING_BYTES // 2))
     halves = _opaque(arith.addi(start, ahead)), _opaque(arith.subi(arith.addi(start, _c(_RING_BYTES // 2)), ahead))
 
     def slot(i):
@@ -332,37 +333,45 @@ class HopperPaged(Hopper):
         return load(slots, extra, *pages_refs)
 
     @staticmethod
-    def request(stage, turn, first: int, pages_refs, half, layout: KVLayout):
-        """Asks for the first 8 pieces of a half tile.
+    def request(stage, halves, pages_refs, units, extra, layout: KVLayout):
+        """Asks for the first half tile of a block: a left one.
 
         Args:
-          turn: 0 or 1, changing from round to round; first: number of the first piece in its round.
-          half: (units, extra, tile, right): which half of which of the two tiles of 128 units of `locate`.
+          halves: the half tiles of a round in their order: (tile, right).
+          units, extra: of the round, see `locate`.
         """
-        units, extra, tile, right = half
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _TOKENS, _SCALAR) + (_REF,) * len(pages_refs))
-        def request(ctx, stage, turn, units, extra, *pages):
+        @plgpu.inline_mgpu(arg_types=(_REF, _TOKENS, _SCALAR) + (_REF,) * len(pages_refs))
+        def request(ctx, stage, units, extra, *pages):
+            (tile, right), *_ = halves
             lane = _Lane.here()
-            source = _choose(_scalar(extra), [_global(ref) for ref in pages])
-            ask = _Request(_ring(stage, turn), first, lane.of_rows(_token(units), tile), source, lane, layout, right)
-            for i in range(PIECES):
-                ask(i)
+            rows = _Rows(_token(units), tile, _choose(_scalar(extra), [_global(ref) for ref in pages]), lane)
+            ring = _ring(stage, _c(0))
+            for i, piece in enumerate(_fp8_pieces(layout, right)):
+                _copy_piece(ring(i), *rows.source(piece))
+                utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
-        request(stage, turn, units, extra, *pages_refs)
+        request(stage, units, extra, *pages_refs)
 
     @staticmethod
-    def convert(
-        stage, turn, first: int, pages_refs, half, following, layout: KVLayout, scales, buffer, barriers, k: int
-    ):
-        """Dequantises a half tile from the ring into a tile, completes barrier k, and asks for what comes 8 pieces on.
+    def convert(stage, turn, halves, j: int, pages_refs, now, then, layout: KVLayout, scales, buffer, barriers, k: int):
+        """Dequantises half tile j of a round into a tile, completes barrier k, and asks for what comes 8 pieces on.
+
+        Plain values need no conversion and go straight into the tile, by cp.async.
 
         Args:
-          turn, first, half: as in `request`, of this half tile; following: as `half`, of the one after it.
+          turn: 0 or 1, changing from round to round.
+          halves: the half tiles of a round in their order: (tile, right).
+          now, then: (units, extra) of this round and, for the last of its half tiles, of the next one.
           scales: of `load_scales`.
           buffer: [64, columns] bf16 tile, `TILED`.
         """
-        (units, extra, tile, right), (next_units, next_extra, next_tile, next_right) = half, following
+        (units, extra), (next_units, next_extra), (tile, right) = now, then, halves[j]
+        pieces = _fp8_pieces(layout, right)
+        plain = [piece for piece in _pieces(layout, right) if piece.scale is None]
+        # All pieces of the round and of the half tile after it: number of the half tile, piece.
+        stream = [(n, piece) for n, (_, r) in enumerate([*halves, halves[0]]) for piece in _fp8_pieces(layout, r)]
+        first = sum(len(_fp8_pieces(layout, r)) for _, r in halves[:j])
 
         @plgpu.inline_mgpu(
             arg_types=(_REF, _TILE_REF, _REF, _SCALAR) + (_TOKENS, _SCALAR) * 2 + (_TWO,) + (_REF,) * len(pages_refs)
@@ -370,23 +379,25 @@ class HopperPaged(Hopper):
         def convert(ctx, stage, buffer, barriers, turn, units, extra, next_units, next_extra, scales, *pages):
             _, i32, _ = _types()
             lane = _Lane.here()
-            ring, target, pieces = _ring(stage, turn), _Target(buffer, lane), _pieces(layout, right)
+            ring, target = _ring(stage, _scalar(turn)), _Target(buffer, lane)
             pools = [_global(ref) for ref in pages]
             row_scales = llvm.extractelement(scales.registers.flat[int(right)], _c(0))
 
-            def request():
-                source = _choose(_scalar(extra), pools)
-                return _Request(ring, first, lane.of_rows(_token(units), tile), source, lane, layout, right)
+            def rows_of(n):
+                of_next = n == len(halves)
+                u, e, t = (next_units, next_extra, halves[0][0]) if of_next else (units, extra, halves[n][0])
+                return _Rows(_token(u), t, _choose(_scalar(e), pools), lane)
 
-            ask_next = _Request(
-                ring, first + len(pieces), lane.of_rows(_token(next_units), next_tile),
-                _choose(_scalar(next_extra), pools), lane, layout, next_right,
-            )  # fmt: skip
-            ask = request() if len(pieces) > PIECES else ask_next
-            words_of_scales = lane.of_rows(row_scales, tile)
+            rows = {}
 
-            def scale(words, piece):
-                return arith.andi(arith.shrui(words[piece.group], _c(8 * (piece.scale % 4))), _c(255))
+            def ask(i):
+                n, piece = stream[i]
+                rows[n] = rows.get(n) or rows_of(n)
+                _copy_piece(ring(i), *rows[n].source(piece))
+                utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+            def scale(word, chunk):
+                return arith.andi(arith.shrui(word, arith.muli(chunk, _c(8))), _c(255))
 
             def read(i, pending):
                 utils.inline_ptx(f"cp.async.wait_group {pending};", has_side_effects=True)
@@ -395,28 +406,42 @@ class HopperPaged(Hopper):
                     has_side_effects=True,
                 )  # fmt: skip
 
+            if plain:
+                here = rows_of(j)
+                for piece in plain:
+                    _copy_piece(target.address(piece), *here.source(piece))
+                # Adds an arrival to those that the barrier waits for, and arrives when these copies have.
+                utils.inline_ptx(
+                    "cp.async.mbarrier.arrive.shared::cta.b64 [$0];", _barrier(barriers, k), has_side_effects=True
+                )
+            words = read(0, PIECES - 1)
+            words_of_scales = [lane.of_row(row_scales, tile, group) for group in range(2)]
             # The last of a row's 8 scale bytes is not used.
             odd = is_odd([], words_of_scales, 0x00808080 if right else 0x80808080 - 2**32)
-            words = read(0, PIECES - 1)
             for i, piece in enumerate(pieces):
                 upcoming = read(i + 1, PIECES - 2) if i + 1 < len(pieces) else None
-                if piece.scale is not None:
-                    odd = arith.ori(odd, is_odd(words, [], 0))
-                    words = dequantize_even(words, scale(words_of_scales, piece))
-                target.store(piece, words)
-                later = i + PIECES
-                ask(later) if later < len(pieces) else ask_next(later - len(pieces))
+                odd = arith.ori(odd, is_odd(words, [], 0))
+                target.store(piece, dequantize_even(words, scale(words_of_scales[piece.group], _c(piece.chunk))))
+                ask(first + i + PIECES)
                 words = upcoming
             odd = utils.inline_ptx(
                 "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }",
                 odd, result_types=i32, has_side_effects=True,
             )  # fmt: skip
             with utils.when(arith.cmpi(arith.CmpIPredicate.ne, odd, _c(0))):
-                # All from the start: what was prepared above would have had to stay in registers.
-                again, words_of_scales = request(), lane.of_rows(row_scales, tile)
-                for piece in pieces:
-                    if piece.scale is not None:
-                        target.store(piece, dequantize(again.load(piece), scale(words_of_scales, piece), 8))
+                # All from the start: what was prepared above would have had to stay in registers. A loop: it is rare,
+                # and what lies in the way of the others should be short.
+                again = rows_of(j)
+                for group in range(2):
+                    head, word = again.source(pieces[0]._replace(group=group)), lane.of_row(row_scales, tile, group)
+
+                    @utils.fori(_c(len(pieces) // 2), [])
+                    def _(chunk, _carry, head=head, word=word, group=group):
+                        source = utils.getelementptr(head[0], [arith.muli(chunk, _c(CHUNK))], _types()[0])
+                        words = dequantize(_load_piece(source, head[1]), scale(word, chunk), 8)
+                        target.store(pieces[0]._replace(group=group), words, arith.muli(chunk, _c(target.chunk_bytes)))
+                        return []
+
             _land(barriers, k)
 
         convert(stage, buffer, barriers, turn, units, extra, next_units, next_extra, scales, *pages_refs)
@@ -432,7 +457,8 @@ class HopperPaged(Hopper):
             i8, i32, _ = _types()
             lane = _Lane.here()
             target, pages = _Target(buffer, lane), _global(pages)
-            for group, slot in enumerate(lane.of_rows(_token(slots), tile)):
+            for group in range(2):
+                slot = lane.of_row(_token(slots), tile, group)
                 inside = _inside(slot, pool)
                 slot = arith.select(inside, slot, _c(0))
                 page, token = _page_and_token(slot, pool)

@@ -51,21 +51,24 @@ class InterpretedPaged(Interpreted):
         return jnp.where(extra != 0, both[-1], both[0])
 
     @staticmethod
-    def request(stage, turn, first, pages_refs, half, layout):
-        units, extra, tile, _ = half
+    def request(stage, halves, pages_refs, units, extra, layout):
+        InterpretedPaged._fill(stage, halves[0][0], pages_refs, units, extra)
+
+    @staticmethod
+    def _fill(stage, tile, pages_refs, units, extra):
         units = units[tile * ROWS : (tile + 1) * ROWS, None]
         at = jnp.maximum(units, 0) + lax.iota(jnp.int32, _DATA)
         both = [jnp.where(units >= 0, ref[...].reshape(-1)[at], 0) for ref in pages_refs]
         stage[...] = jnp.where(extra != 0, both[-1], both[0]).reshape(-1)
 
     @staticmethod
-    def convert(stage, turn, first, pages_refs, half, following, layout, scales, buffer, barriers, k):
-        _, _, tile, right = half
+    def convert(stage, turn, halves, j, pages_refs, now, then, layout, scales, buffer, barriers, k):
+        tile, right = halves[j]
         scales = scales[tile * ROWS : (tile + 1) * ROWS]
         records = jnp.concatenate([stage[...].reshape(ROWS, _DATA), scales], axis=1)
         buffer[...] = _columns(dequantize_rows(records, layout=layout), right)
         plgpu.barrier_arrive(barriers.at[k])
-        InterpretedPaged.request(stage, turn, first, pages_refs, following, layout)
+        InterpretedPaged._fill(stage, halves[(j + 1) % 4][0], pages_refs, *(then if j == 3 else now))
 
     @staticmethod
     def fetch(pages_ref, pool, slots, tile, right, buffer, barriers, k):

@@ -143,7 +143,7 @@ def test_a_pool_without_pages_adds_nothing(rng):
 def test_race_detection_finds_an_early_arrival(rng, monkeypatch):
     """Positive control: a half tile that is announced before it is written."""
 
-    def convert(stage, turn, first, pages_refs, half, following, layout, scales, buffer, barriers, k):
+    def convert(stage, turn, halves, j, pages_refs, now, then, layout, scales, buffer, barriers, k):
         plgpu.barrier_arrive(barriers.at[k])
         buffer[...] = jnp.zeros(buffer.shape, buffer.dtype)
 

@@ -177,12 +177,17 @@ def test_race_detection_finds_an_early_arrival(monkeypatch):
 
 @pytest.mark.parametrize("n, parts", [(1, 1), (5, 4), (40, 7), (1000, 132), (4096, 66)])
 @pytest.mark.parametrize("most", [1, 640, 8192])
-def test_shares_are_fair(rng, n, parts, most):
+@pytest.mark.parametrize("other", ["one scope", "without lengths", "with lengths"])
+def test_shares_are_fair(rng, n, parts, most, other):
     """Every row in one part, and no part more than a row's work above the average, whatever the lengths."""
-    lengths = [rng.integers(-9, most + 99, n), np.zeros(n), np.where(rng.random(n) < 0.03, most, 0)]
-    for length in (np.array(x, np.int32) for x in lengths):
-        work = np.maximum(-(-np.clip(length, 0, most) // 128), 1) + 2
-        bounds = [Interpreted.share(None, jnp.array(length), most, 2, part, parts) for part in range(parts)]
+    columns = [most] if other == "one scope" else [300, most]
+    first = {"one scope": [], "without lengths": [None], "with lengths": [rng.integers(0, 301, n)]}[other]
+    for length in (rng.integers(-9, most + 99, n), np.zeros(n), np.where(rng.random(n) < 0.03, most, 0)):
+        scopes = [*first, length]
+        rounds = sum(-(-np.clip(c if x is None else x, 0, c) // 128) for x, c in zip(scopes, columns))
+        work = np.maximum(rounds, 1) + 2
+        given = [None if x is None else jnp.array(x, jnp.int32) for x in scopes]
+        bounds = [Interpreted.share(None, given, columns, 2, part, parts) for part in range(parts)]
         assert bounds[0][0] == 0 and bounds[-1][1] == n
         assert all(end == first for (_, end), (first, _) in itertools.pairwise(bounds))
         assert max(work[first:end].sum() for first, end in bounds) <= work.sum() / parts + work.max()

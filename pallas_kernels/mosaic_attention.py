@@ -49,6 +49,7 @@ SMS = 132
 ITEM_ROUNDS = 2
 """What start and end of an item cost, in rounds (512, 64, 640 takes 19 µs an item, 128 tokens more 2.7 µs; H200)."""
 LEFT0, RIGHT0, LEFT1, RIGHT1, QUERY = range(5)
+_NAMES = "left 0", "right 0", "left 1", "right 1", "Q"
 FREE, MASKS, TURN, BARRIERS = 5, 10, 12, 16
 
 _LOG2E, _LN2 = math.log2(math.e), math.log(2.0)
@@ -198,6 +199,12 @@ class Plan(NamedTuple):
         return query if self.parts == 1 else lax.rem(query, self.queries)
 
 
+def wait_until_free(hw, shared: Shared, k: int, count):
+    """Waits, in warpgroup 2, until buffer k may be filled for round (Q: item) `count`."""
+    with jax.named_scope(f"wait for {_NAMES[k]}"):
+        pl.when(count > 0)(lambda: hw.wait(shared.barriers, FREE + k, lax.rem(count + 1, 2)))
+
+
 def feed(hw, shared: Shared, plan: Plan, items: Items, q_ref, load: Callable, begin: Callable, fill: Callable):
     """Runs as warpgroup 2: fills Q, and lets the op fill the KV tiles and the masks, round by round.
 
@@ -206,9 +213,8 @@ def feed(hw, shared: Shared, plan: Plan, items: Items, q_ref, load: Callable, be
       load: (row, scope, first column, end of columns) -> what a round needs to know, on its way from global memory.
       begin: what `load` gave for the first round -> the op's state.
       fill: (r, the op's state, what `load` gave for the next round) -> the state for that. It fills the four buffers
-        and the masks of round r, each buffer `when_free`.
+        and the masks of round r, each after `wait_until_free`.
     """
-    barriers = shared.barriers
 
     def loaded(it, lengths, i):
         return load(plan.row(items.query(it)), *plan.read(lengths, i))
@@ -219,9 +225,9 @@ def feed(hw, shared: Shared, plan: Plan, items: Items, q_ref, load: Callable, be
     def one_item(it, carry):
         done, lengths, next_lengths, state = carry
         later_lengths = items.request(it + 2)
-        pl.when(it > 0)(lambda: hw.wait(barriers, FREE + QUERY, lax.rem(it + 1, 2)))
+        wait_until_free(hw, shared, QUERY, it)
         q_rows = hw.rows_to_copy(hw.consecutive_tokens(first_head(it), plan.h_q - items.head), 0)
-        hw.copy_rows(q_ref, q_rows, 0, shared.q.at[0], barriers, QUERY, keep=False)
+        hw.copy_rows(q_ref, q_rows, 0, shared.q.at[0], shared.barriers, QUERY, keep=False)
         # Q has no second buffer: it lands while nobody computes.
         hw.prefetch_rows(q_ref, first_head(it + 1), jnp.minimum(plan.h_q - items.head, HEADS))
         n = items.pairs(lengths)
@@ -238,9 +244,9 @@ def feed(hw, shared: Shared, plan: Plan, items: Items, q_ref, load: Callable, be
     carry = jnp.int32(0), lengths, items.request(jnp.int32(1)), state
     done, *_ = lax.fori_loop(0, items.count, one_item, carry)
     # Every phase is waited for, the last ones here.
-    hw.wait(barriers, FREE + QUERY, lax.rem(items.count + 1, 2))
+    wait_until_free(hw, shared, QUERY, items.count)
     for k in (LEFT0, RIGHT1, RIGHT0, LEFT1):
-        hw.wait(barriers, FREE + k, lax.rem(done + 1, 2))
+        wait_until_free(hw, shared, k, done)
 
 
 def attend(
@@ -344,18 +350,19 @@ def attend(
         def round_(i, carry, it, done, last):
             o, m, l, highest, s = carry
             r, z = done + i, epoch(i)
-            wait(MASKS + 0, r)
-            s = masked(s, 0)
-            highest0 = s.max(axis=1)
-            highest = jnp.maximum(highest, highest0)
-            m0 = reference(m, highest0)
-            shared.maxima[0][...] = m0
-            arrive(TURN + 0)
-            a = jnp.exp2(m - m0)
-            p = jnp.exp2(s - spread(m0, ROWS))
-            l = l * a + hw.quad_sums(p)
-            o = rescale(o, m, m0, a)
-            p_own = p.astype(jnp.bfloat16)
+            with jax.named_scope("softmax"):
+                wait(MASKS + 0, r)
+                s = masked(s, 0)
+                highest0 = s.max(axis=1)
+                highest = jnp.maximum(highest, highest0)
+                m0 = reference(m, highest0)
+                shared.maxima[0][...] = m0
+                arrive(TURN + 0)
+                a = jnp.exp2(m - m0)
+                p = jnp.exp2(s - spread(m0, ROWS))
+                l = l * a + hw.quad_sums(p)
+                o = rescale(o, m, m0, a)
+                p_own = p.astype(jnp.bfloat16)
 
             def own_tile(accs):
                 hw.wgmma(accs[0], p_own, shared.left0.at[z])
@@ -375,14 +382,17 @@ def attend(
                 hw.fence()
                 arrive(TURN + 2)
 
-            (o,) = hw.accumulate(own_tile, o)
-            m = read_rows(shared.maxima[1])
-            a = jnp.exp2(m0 - m)
-            l = l * a
-            o = rescale(o, m0, m, a)
-            wait(TURN + 3, r)
+            with jax.named_scope("own tile"):
+                (o,) = hw.accumulate(own_tile, o)
+            with jax.named_scope("agree"):
+                m = read_rows(shared.maxima[1])
+                a = jnp.exp2(m0 - m)
+                l = l * a
+                o = rescale(o, m0, m, a)
+                wait(TURN + 3, r)
             if last:
-                (o,) = hw.accumulate(lambda accs: hw.wgmma(accs[0], shared.p1.at[z], shared.left1.at[z]), o)
+                with jax.named_scope("other tile"):
+                    (o,) = hw.accumulate(lambda accs: hw.wgmma(accs[0], shared.p1.at[z], shared.left1.at[z]), o)
                 arrive(FREE + LEFT1)
                 return o, m, l, highest
 
@@ -393,20 +403,25 @@ def attend(
                 arrive(FREE + LEFT1)
                 multiply_k(accs[1], q_right, shared.right0, RIGHT0, r + 1, z)
 
-            o, s = hw.accumulate(other_tile_and_next, o, zeros(ROWS))
+            with jax.named_scope("other tile, next logits"):
+                o, s = hw.accumulate(other_tile_and_next, o, zeros(ROWS))
             return o, m, l, highest, s
 
         def one_item(it, n, done):
-            wait(QUERY, it)
+            with jax.named_scope("wait for Q"):
+                wait(QUERY, it)
 
             def logits(accs):
                 multiply_k(accs[0], q_left, shared.left0, LEFT0, done, epoch(it))
                 multiply_k(accs[0], q_right, shared.right0, RIGHT0, done, epoch(it))
 
-            carry = (zeros(HALF), row_of(_LOWEST), row_of(0.0), row_of(-jnp.inf), *hw.accumulate(logits, zeros(ROWS)))
+            with jax.named_scope("logits"):
+                (s,) = hw.accumulate(logits, zeros(ROWS))
+            carry = zeros(HALF), row_of(_LOWEST), row_of(0.0), row_of(-jnp.inf), s
             carry = lax.fori_loop(0, n - 1, functools.partial(round_, it=it, done=done, last=False), carry)
             o, m, l, highest = round_(n - 1, carry, it, done, last=True)
-            some, _ = finish(0, o, m, l, items.query(it))
+            with jax.named_scope("output"):
+                some, _ = finish(0, o, m, l, items.query(it))
             highest = jnp.maximum(highest, read_rows(shared.highest1)) * _LN2
             hw.store_heads(jnp.where(some, highest, -jnp.inf), max_ref, items.query(it), items.head, h_q)
 
@@ -421,21 +436,23 @@ def attend(
                 multiply_k(accs[0], q_right, shared.right1, RIGHT1, r, z)
                 multiply_k(accs[0], q_left, shared.left1, LEFT1, r, z)
 
-            (s,) = hw.accumulate(logits, zeros(ROWS))
-            wait(MASKS + 1, r)
-            s = masked(s, 1)
-            highest1 = s.max(axis=1)
-            highest = jnp.maximum(highest, highest1)
-            wait(TURN + 0, r)
-            pl.when(i == n - 1)(lambda: arrive(FREE + QUERY))
-            m1 = reference(read_rows(shared.maxima[0]), highest1)
-            shared.maxima[1][...] = m1
-            arrive(TURN + 1)
-            a = jnp.exp2(m - m1)
-            p = jnp.exp2(s - spread(m1, ROWS))
-            l = l * a + hw.quad_sums(p)
-            o = rescale(o, m, m1, a)
-            p_own = p.astype(jnp.bfloat16)
+            with jax.named_scope("logits"):
+                (s,) = hw.accumulate(logits, zeros(ROWS))
+            with jax.named_scope("softmax"):
+                wait(MASKS + 1, r)
+                s = masked(s, 1)
+                highest1 = s.max(axis=1)
+                highest = jnp.maximum(highest, highest1)
+                wait(TURN + 0, r)
+                pl.when(i == n - 1)(lambda: arrive(FREE + QUERY))
+                m1 = reference(read_rows(shared.maxima[0]), highest1)
+                shared.maxima[1][...] = m1
+                arrive(TURN + 1)
+                a = jnp.exp2(m - m1)
+                p = jnp.exp2(s - spread(m1, ROWS))
+                l = l * a + hw.quad_sums(p)
+                o = rescale(o, m, m1, a)
+                p_own = p.astype(jnp.bfloat16)
 
             def both_tiles(accs):
                 hw.wgmma(accs[0], p_own, v_right(shared.right1, z))
@@ -449,15 +466,18 @@ def attend(
                 hw.wgmma_wait(1)
                 arrive(FREE + RIGHT1)
 
-            (o,) = hw.accumulate(both_tiles, o)
+            with jax.named_scope("both tiles"):
+                (o,) = hw.accumulate(both_tiles, o)
             arrive(FREE + RIGHT0)
             return o, m1, l, highest
 
         def one_item(it, n, done):
-            wait(QUERY, it)
+            with jax.named_scope("wait for Q"):
+                wait(QUERY, it)
             carry = (zeros(HALF), row_of(_LOWEST), row_of(0.0), row_of(-jnp.inf))
             o, m, l, _ = lax.fori_loop(0, n, functools.partial(round_, n=n, done=done), carry)
-            some, lse = finish(1, o, m, l, items.query(it))
+            with jax.named_scope("output"):
+                some, lse = finish(1, o, m, l, items.query(it))
             hw.store_heads(jnp.where(some, lse, jnp.inf), lse_ref, items.query(it), items.head, h_q)
 
         for_items(one_item)

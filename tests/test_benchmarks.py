@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import plots, profile_layer, small
+from benchmarks import plots, profile_kernel, profile_layer, small
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -106,3 +106,22 @@ def test_timeline_of_a_trace():
         "| 50.0 | 600.0 | attention | Stream #1 | `sparse_mla_attention_d512` |",
         "| 650.0 | | end | | |",
     ]
+
+
+def test_item_of_a_kernel_trace():
+    """Two blocks of three warpgroups; the second output of the first block's warpgroup 0 ends item 1."""
+    scopes = [
+        (1, "output", 0, 10),
+        (2, "logits", 8, 12),
+        (1, "softmax", 11, 13),
+        (1, "output", 15, 20),
+        (4, "x", 12, 13),
+    ]
+    events = [dict(name=n, ph=ph, ts=t, tid=tid) for tid, n, *ends in scopes for ph, t in zip("BE", ends)]
+    assert profile_kernel.one_item(profile_kernel.scopes_of_block(dict(traceEvents=events)), 1).splitlines()[2:] == [
+        "| 1.00 | 2.00 | softmax |  |  |",
+        "| 5.00 | 5.00 | output |  |  |",
+        "| 10.00 | | end | | |",
+    ]
+    with pytest.raises(SystemExit, match="holds 2 outputs"):
+        profile_kernel.one_item(profile_kernel.scopes_of_block(dict(traceEvents=events)), 2)

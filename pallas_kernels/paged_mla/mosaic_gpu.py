@@ -23,7 +23,6 @@ from pallas_kernels.common import cdiv
 from pallas_kernels.kv_layout import KVLayout
 from pallas_kernels.mosaic_attention import (
     D_V,
-    FREE,
     HEADS,
     LEFT0,
     LEFT1,
@@ -40,6 +39,7 @@ from pallas_kernels.mosaic_attention import (
     launch,
     open_shared,
     shared_types,
+    wait_until_free,
 )
 from pallas_kernels.mosaic_paged import UNIT, HopperPaged, Pool
 from pallas_kernels.mosaic_paged_interpreted import InterpretedPaged
@@ -103,7 +103,7 @@ def produce(
         next_extra, next_slots = upcoming
         next_units, next_scales = units, scales
         for j, (k, tile, right) in enumerate(REFILLS):
-            pl.when(r > 0)(lambda k=k: hw.wait(barriers, FREE + k, lax.rem(r + 1, 2)))
+            wait_until_free(hw, shared, k, r)
             buffer = buffers[k].at[0]
             if j == 3:
                 next_units = hw.locate(next_slots, next_extra, pools)

@@ -11,12 +11,10 @@ import jax
 import jax.experimental.pallas.fuser  # the interpreter would import it in the middle of a trace
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic import CHUNK, Hopper
 from pallas_kernels.mosaic_attention import (
     D_V,
-    FREE,
     HALF,
     LEFT0,
     LEFT1,
@@ -32,6 +30,7 @@ from pallas_kernels.mosaic_attention import (
     launch,
     open_shared,
     shared_types,
+    wait_until_free,
 )
 from pallas_kernels.mosaic_interpreted import Interpreted
 
@@ -69,7 +68,7 @@ def gather(hw, shared: Shared, plan: Plan, items: Items, inputs):
         rows0, rows1 = hw.rows_to_copy(tokens, 0), hw.rows_to_copy(tokens, 1)
 
         def refill(buffer, k, rows, first_chunk):
-            pl.when(r > 0)(lambda: hw.wait(barriers, FREE + k, lax.rem(r + 1, 2)))
+            wait_until_free(hw, shared, k, r)
             hw.copy_rows(kv_ref, rows, first_chunk, buffer.at[0], barriers, k, keep=True)
 
         refill(shared.left0, LEFT0, rows0, 0)

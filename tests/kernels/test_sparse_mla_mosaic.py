@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import profile_kernel
 from pallas_kernels import sparse_mla_attention
 from pallas_kernels.mosaic_interpreted import Interpreted
 from pallas_kernels.sparse_mla import mosaic_gpu
@@ -246,6 +247,14 @@ def test_compiles_for_hopper(d, h_q, topk, extras, capfd, monkeypatch):
     compiled = compile_for_h200(attention, *shapes(d=d, h_q=h_q, topk=topk, extras=extras))
     assert f"{mosaic_gpu.KERNEL_NAME}_mosaic_gpu" in compiled.as_text()
     assert_few_spills("".join(capfd.readouterr()), MAX_SPILL_BYTES)
+
+
+@pytest.mark.aot
+def test_compiles_with_its_profiler(monkeypatch, tmp_path):
+    """The trace fits into what shared memory is left."""
+    monkeypatch.setattr(jax.debug, "callback", lambda *args: None)  # needs a GPU
+    with profile_kernel.profiler(tmp_path):
+        compile_for_h200(attention, *shapes())
 
 
 @pytest.mark.aot

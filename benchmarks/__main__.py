@@ -2,18 +2,23 @@
 
 On Hopper GPUs the rows go to benchmarks/results/<date>-<device>.jsonl (or --out FILE). FlashMLA is timed beside our
 kernels where the package flash_mla (sgl-flash-mla 1.0.0, extra `compare`) is installed; what needs several GPUs runs
-where there are several. On any other machine small sizes run on the CPU, into build/<date>-cpu-small.jsonl: they tell
-that the code works, not how fast it is.
+where there are several. Benchmarks that mostly compile run as several processes, one of which measures at a time. On
+any other machine small sizes run on the CPU, into build/<date>-cpu-small.jsonl: they tell that the code works, not how
+fast it is.
 """
 
 import argparse
 import datetime
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
+PARTS = 4
+"""Processes for each GPU."""
+IN_PARTS = {"benchmarks.bench_sparse_mla", "benchmarks.bench_paged_mla", "benchmarks.bench_prefill"}
 
 
 def hopper_gpus() -> int:
@@ -46,6 +51,14 @@ def commands(gpus: int, flashmla: list[str], out: list[str]) -> list[list[str]]:
     return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several]
 
 
+def processes(command: list[str], gpus: int) -> list[tuple[list[str], dict[str, str]]]:
+    """Arguments of `python -m` and what to add to the environment, for each process of a command."""
+    if command[0] not in IN_PARTS or "plot" in command:
+        return [(command, {})]
+    n = PARTS * gpus
+    return [([*command, "--part", f"{i}/{n}"], dict(CUDA_VISIBLE_DEVICES=str(i % gpus))) for i in range(n)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, help="JSONL file to append to")
@@ -61,7 +74,13 @@ def main() -> int:
     failed = []
     for command in todo:
         print("$ python -m", *command, flush=True)
-        if not args.list and subprocess.run([sys.executable, "-m", *command], cwd=ROOT).returncode:
+        if args.list:
+            continue
+        running = [
+            subprocess.Popen([sys.executable, "-m", *part], cwd=ROOT, env=os.environ | more)
+            for part, more in processes(command, gpus)
+        ]
+        if any([process.wait() for process in running]):
             failed.append(" ".join(command))
     if failed:
         print("failed:", *failed, sep="\n  ")

@@ -1,20 +1,38 @@
-"""What the benchmarks share: device times, ceilings measured in the same run, and the rows of results."""
+"""What the benchmarks share: device times, ceilings measured in the same run, and the rows of results.
+
+Most of a benchmark's time goes into compiling. With `--part I/N` it runs every Nth case, so that N processes compile
+side by side; what runs on the GPU does so in `alone`.
+"""
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
+import fcntl
 import functools
 import json
+import os
 import pathlib
 import subprocess
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes, and torch, use the same GPU
 FLUSH_BYTES = 2 << 30
+
+
+@contextlib.contextmanager
+def alone() -> Generator[None]:
+    """One process at a time, of those that see the same GPUs, is in here."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    with open(pathlib.Path(tempfile.gettempdir()) / f"dsa-cp-benchmark-{gpus}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -178,7 +196,23 @@ class Results:
             file.write(json.dumps(row) + "\n")
 
 
-def arguments(doc: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="JSONL file to append to (default: benchmarks/results/<date>-<device>.jsonl)")
-    return parser.parse_args()
+def parser(doc: str, *, parts: bool = True) -> argparse.ArgumentParser:
+    """A parser with --out, and with --part, whose value `of_part` takes."""
+    new = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    new.add_argument("--out", help="JSONL file to append to (default: benchmarks/results/<date>-<device>.jsonl)")
+    if parts:
+        new.add_argument("--part", type=_part, default=(0, 1), metavar="I/N", help="every Nth case, from the Ith (0..)")
+    return new
+
+
+def _part(text: str) -> tuple[int, int]:
+    first, step = (int(number) for number in text.split("/"))
+    if not 0 <= first < step:
+        raise ValueError
+    return first, step
+
+
+def of_part(cases: Iterable, part: tuple[int, int]) -> list:
+    """The cases of a part, (first, step)."""
+    first, step = part
+    return list(cases)[first::step]

@@ -106,7 +106,7 @@ def measure_workspace(results, rng):
 
 
 def main():
-    results = harness.Results(harness.arguments(__doc__).out)
+    results = harness.Results(harness.parser(__doc__, parts=False).parse_args().out)
     rng = np.random.default_rng(0)
     for case, n, page_size, random in CASES:
         num_pages = -(-n // page_size) + 8

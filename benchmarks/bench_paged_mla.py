@@ -1,4 +1,4 @@
-"""Times paged MLA attention: python -m benchmarks.bench_paged_mla [--flashmla FILE] [--quick] [--out FILE]
+"""Times paged MLA attention: python -m benchmarks.bench_paged_mla [--flashmla FILE] [--quick] ...
 
 V4 pools of 32,768 slots each (main: pages of 256, extra: pages of 64), random valid slots, a sink. Device time (CUPTI),
 median of 24 launches, each after 2 GiB were written, and the mean of 60 back to back (power-limited). `--flashmla`
@@ -7,7 +7,6 @@ process, on the same arrays, its schedule computed beforehand, and is the baseli
 compared with plain jnp.
 """
 
-import argparse
 import functools
 from typing import NamedTuple
 
@@ -40,15 +39,19 @@ def cases(quick: bool) -> list[Case]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="JSONL file to append to (default: benchmarks/results/<date>-<device>.jsonl)")
+    parser = harness.parser(__doc__)
     parser.add_argument("--flashmla", help="shared library of sgl-flash-mla")
     parser.add_argument("--quick", action="store_true", help="the four shapes that have a bar only")
     args = parser.parse_args()
     results = harness.Results(args.out)
     flashmla = load_flashmla(args.flashmla) if args.flashmla else None
-    for case in cases(args.quick):
-        measure(results, flashmla, case)
+    for case in harness.of_part(cases(args.quick), args.part):
+        programs = []
+        for implementation, build in (("mosaic_gpu", arrays), ("xla", lambda case: first_rows(arrays(case)))):
+            run = jax.jit(functools.partial(paged_mla_attention, **STATICS, implementation=implementation))
+            programs.append(run.lower(**jax.eval_shape(functools.partial(build, case))).compile())
+        with harness.alone():
+            measure(results, flashmla, case, *programs)
 
 
 def arrays(case: Case) -> dict:
@@ -72,7 +75,13 @@ def arrays(case: Case) -> dict:
     return given
 
 
-def measure(results, flashmla, case: Case):
+def first_rows(given: dict) -> dict:
+    """The arguments for the rows that are checked."""
+    whole = ("pages", "extra_pages", "attn_sink")
+    return {name: x if name in whole else x[:CHECKED_ROWS] for name, x in given.items()}
+
+
+def measure(results, flashmla, case: Case, run, plain):
     given = arrays(case)
     b, h_q, extra, features = case
     lengths = [given.get("topk_length"), given.get("extra_topk_length")]
@@ -89,10 +98,7 @@ def measure(results, flashmla, case: Case):
         results.add(**row("flashmla", times, flop, max_abs_err=None, us_back_to_back=round(hot, 2)))
         baseline = dict(baseline_us=round(times[0], 2), baseline="sgl-flash-mla 1.0.0, same run")
         baseline |= dict(bar=BAR) if b == 4096 and features == "plain" else {}
-    run = jax.jit(functools.partial(paged_mla_attention, **STATICS, implementation="mosaic_gpu"))
-    whole = ("pages", "extra_pages", "attn_sink")
-    few = {k: x if k in whole else x[:CHECKED_ROWS] for k, x in given.items()}
-    want = paged_mla_attention(**few, **STATICS, implementation="xla").out.astype(jnp.float32)
+    want = plain(**first_rows(given)).out.astype(jnp.float32)
     error = float(jnp.abs(run(**given).out[:CHECKED_ROWS].astype(jnp.float32) - want).max())
     times = harness.device_us(lambda i: run(**given), launches=24)
     hot = harness.back_to_back_us(lambda i: run(**given))

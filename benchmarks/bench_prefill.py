@@ -1,7 +1,7 @@
-"""Times the attention of a layer in a serving workload: python -m benchmarks.bench_prefill PART ... [--out FILE]
+"""Times the attention of a layer in a serving workload: python -m benchmarks.bench_prefill WHAT ... [--out FILE]
 
 A prefix of 61,440 tokens and a chunk of 4,096 or 16,384; DeepSeek-V4-Flash (64 heads, topk 512) and V4-Pro (128, 1024);
-layer kinds c0, c4, c128, and their mix of 2, 21 and 20 in the 43 layers of V4-Flash. PART is one of
+layer kinds c0, c4, c128, and their mix of 2, 21 and 20 in the 43 layers of V4-Flash. WHAT is one of
 
   stages   one rank's share on one GPU, for cp 1, 2 and 4: gather, combine, attention and total of the sparse path, and
            the dense path; no exchange. Device time (CUPTI): the kernels of a call added up, median of 24 calls, each
@@ -15,6 +15,7 @@ layer kinds c0, c4, c128, and their mix of 2, 21 and 20 in the 43 layers of V4-F
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import re
@@ -146,6 +147,7 @@ def make_workload(
     ]
     q = jax.random.normal(keys[1], (extend, config.h_q, config.d_qk), jnp.bfloat16)
     sink = jax.random.normal(keys[2], (config.h_q,))
+    jax.block_until_ready((q, topk, pools))
     return Workload(kind, config, prefix, extend, cp_size, requests, plan, q, topk, sink, pools)
 
 
@@ -159,8 +161,11 @@ def by_stage(names: list[str], times: np.ndarray) -> dict[str, float]:
 PATHS = dict(sparse=sparse_prefill, dense=dense_prefill)
 
 
-def measure(results, workloads: list[Workload], flashmla: Callable | None) -> dict[str, dict[str, float]]:
-    """Rows of both paths, one rank's share, of every workload. Returns {path: {kind: microseconds}}."""
+def compiled(workloads: list[Workload], with_arguments: bool) -> list[tuple[Workload, dict[str, Callable]]]:
+    """Programs of each workload: the paths, one rank's share, and "plain", the reference of the first rows.
+
+    `with_arguments`: "sparse arguments" and "dense arguments" as well, see `kernel_arguments`.
+    """
     jobs: dict[tuple, tuple] = {}
     for i, workload in enumerate(workloads):
         args, how = workload.of_rank(), dict(kind=workload.kind, config=workload.config)
@@ -168,12 +173,18 @@ def measure(results, workloads: list[Workload], flashmla: Callable | None) -> di
         jobs[i, "plain"] = jax.jit(functools.partial(dense_prefill, **how, implementation="xla")), few
         for path, prefill in PATHS.items():
             jobs[i, path] = jax.jit(functools.partial(prefill, **how, implementation=IMPLEMENTATION)), args
-            if flashmla is not None:
+            if with_arguments:
                 jobs[i, f"{path} arguments"] = jax.jit(functools.partial(kernel_arguments, path, workload)), args
-    programs = dict(zip(jobs, harness.compile_all(list(jobs.values()))))
+    calls: list[dict[str, Callable]] = [{} for _ in workloads]
+    for (i, name), program in zip(jobs, harness.compile_all(list(jobs.values()))):
+        calls[i][name] = functools.partial(program, *jobs[i, name][1])
+    return list(zip(workloads, calls))
+
+
+def measure(results, programs, flashmla: Callable | None) -> dict[str, dict[str, float]]:
+    """Rows of both paths of everything that is compiled. Returns {path: {kind: microseconds}}."""
     us: dict[str, dict[str, float]] = {path: {} for path in PATHS}
-    for i, workload in enumerate(workloads):
-        call = {name: functools.partial(programs[j, name], *args) for (j, name), (_, args) in jobs.items() if j == i}
+    for workload, call in programs:
         beside = flashmla(results, workload, call) if flashmla is not None else {}
         want = call["plain"]().astype(jnp.float32)
         like_bars = workload.prefix == PREFIX and workload.requests == 1
@@ -195,6 +206,15 @@ def measure(results, workloads: list[Workload], flashmla: Callable | None) -> di
     return us
 
 
+def make_and_measure(results, make: Callable[[], list[Workload]], flashmla: Callable | None):
+    """Workloads and their times, {path: {kind: microseconds}}; compiles while other processes measure."""
+    with harness.alone():
+        workloads = make()
+    programs = compiled(workloads, flashmla is not None)
+    with harness.alone():
+        return workloads, measure(results, programs, flashmla)
+
+
 def add_mix(results, op: str, case: str, us: dict[str, float], flop: dict[str, int], **more) -> None:
     """The row of the 43 layers, from the times of each kind."""
     total, products = (sum(MIX[kind] * of_kind[kind] for kind in MIX) for of_kind in (us, flop))
@@ -203,10 +223,13 @@ def add_mix(results, op: str, case: str, us: dict[str, float], flop: dict[str, i
 
 
 def stages(results, config, extend: int, cp: int, flashmla: Callable | None, requests: int = 1):
-    workloads = [make_workload(config, kind, PREFIX, extend, cp, requests=requests) for kind in MIX]
+    def make():
+        return [make_workload(config, kind, PREFIX, extend, cp, requests=requests) for kind in MIX]
+
+    workloads, us_of_paths = make_and_measure(results, make, flashmla)
     flop = {workload.kind: workload.flop() for workload in workloads}
     bars = BARS.get((extend, cp, config.h_q)) if requests == 1 else None
-    for path, us in measure(results, workloads, flashmla).items():
+    for path, us in us_of_paths.items():
         more: dict[str, Any] = {}
         if bars is not None:
             pipeline = sum(MIX[kind] * bars[kind][path == "dense"] for kind in MIX)
@@ -274,9 +297,11 @@ def load_flashmla(library: str):
     return run
 
 
-def growth(results, config):
-    for kind in ("c4", "c128"):
-        measure(results, [make_workload(config, kind, prefix, EXTENDS[0], 1) for prefix in GROWTH], None)
+def growth(results, config, kind: str):
+    def make():
+        return [make_workload(config, kind, prefix, EXTENDS[0], 1) for prefix in GROWTH]
+
+    make_and_measure(results, make, None)
 
 
 def plot(file: pathlib.Path):
@@ -298,34 +323,29 @@ def plot(file: pathlib.Path):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", help="JSONL file (default: benchmarks/results/<date>-<device>.jsonl)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--extends", nargs="+", type=int, default=EXTENDS, help="tokens of the chunk")
     parser.add_argument("--cp", nargs="+", type=int, default=CP_SIZES, help="numbers of ranks")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("stages", "batches", "growth", "plot"))
+    parser = harness.parser(__doc__)
+    parser.add_argument("what", choices=("stages", "batches", "growth", "plot"))
     add_arguments(parser)
     parser.add_argument("--flashmla", help="shared library of sgl-flash-mla 1.0.0, _C_legacy.abi3.so")
     args = parser.parse_args()
     results, models = harness.Results(args.out), [MODELS[name] for name in args.models]
-    if args.part == "stages":
+    chunks = itertools.product(models, args.extends, args.cp)
+    if args.what == "stages":
         flashmla = load_flashmla(args.flashmla) if args.flashmla else None
-        for config in models:
-            for extend in args.extends:
-                for cp in args.cp:
-                    stages(results, config, extend, cp, flashmla)
-    elif args.part == "batches":
-        for config in models:
-            for extend in args.extends:
-                for cp in args.cp:
-                    for requests in REQUESTS:
-                        stages(results, config, extend, cp, None, requests)
-    elif args.part == "growth":
-        for config in models:
-            growth(results, config)
+        for config, extend, cp in harness.of_part(chunks, args.part):
+            stages(results, config, extend, cp, flashmla)
+    elif args.what == "batches":
+        for (config, extend, cp), requests in harness.of_part(itertools.product(chunks, REQUESTS), args.part):
+            stages(results, config, extend, cp, None, requests)
+    elif args.what == "growth":
+        for config, kind in harness.of_part(itertools.product(models, ("c4", "c128")), args.part):
+            growth(results, config, kind)
     else:
         plot(results.path)
 

@@ -10,7 +10,6 @@ trace of more calls says what the kernels took: the largest time of a stage over
 because the other GPUs wait in theirs. (No ceiling is measured here: its timer and the profiler exclude one another.)
 """
 
-import argparse
 import functools
 import pathlib
 import tempfile
@@ -38,16 +37,18 @@ def chained_layers(workload: prefill.Workload, mesh: Mesh):
         kind=workload.kind, config=workload.config, cp_axis="cp", path="sparse", implementation=prefill.IMPLEMENTATION
     )
 
+    @jax.jit  # its kernels are lowered once, not for every layer
+    def layer(q, topk, records, sink, plan, swa, compressed):
+        with jax.named_scope("exchange"):
+            chunk_records = in_chunk_order(gather_rows(records, "cp"))
+        swa = write_kv(swa, plan.chunk.swa_slots(plan.query_req, plan.query_pos), chunk_records)
+        return dsa_prefill_attention_local(q, plan, swa, compressed, topk, sink, **how), swa
+
     def local(sink, rows, plan, pools):
         q, topk, records = rows
-        out = q
-        slots = plan.chunk.swa_slots(plan.query_req, plan.query_pos)
-        written = []
+        out, written = q, []
         for swa, compressed in pools:
-            with jax.named_scope("exchange"):
-                chunk_records = in_chunk_order(gather_rows(records, "cp"))
-            swa = write_kv(swa, slots, chunk_records)
-            out = dsa_prefill_attention_local(q, plan, swa, compressed, topk, sink, **how)
+            out, swa = layer(q, topk, records, sink, plan, swa, compressed)
             records = records ^ jnp.isinf(out[0, 0, 0]).astype(jnp.uint8)  # the next layer waits for this one
             written.append((swa, compressed))
         return out, written
@@ -68,11 +69,15 @@ def chained_blocks(workload: prefill.Workload, mesh: Mesh):
             compressed = CompressedCache(entries=pools[1], state=block.compressor.init_state(1, jnp.bfloat16))
         return LayerCache(swa=pools[0], compressed=compressed)
 
+    @jax.jit
+    def layer(block, x, plan, cache):
+        y, cache = block(x, plan, cache, cp_axis="cp", path="sparse", implementation=prefill.IMPLEMENTATION)
+        return x + y, cache
+
     def local(block, x, plan, caches):
         written = []
         for cache in caches:
-            y, cache = block(x, plan, cache, cp_axis="cp", path="sparse", implementation=prefill.IMPLEMENTATION)
-            x = x + y
+            x, cache = layer(block, x, plan, cache)
             written.append(cache)
         return x, written
 
@@ -167,7 +172,7 @@ def scaling(results, what: str, config, extend: int, cp_sizes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, parts=False)
     parser.add_argument("what", choices=("layers", "blocks"))
     prefill.add_arguments(parser)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Times sparse MLA attention: python -m benchmarks.bench_sparse_mla [--flashmla FILE] [--quick] [--out FILE]
+"""Times sparse MLA attention: python -m benchmarks.bench_sparse_mla [--flashmla FILE] [--quick] ...
 
 Random valid indices, s_q 4096. Device time (CUPTI), median of 24 launches, each after 2 GiB were written, and the mean
 of 60 back to back (power-limited). `--flashmla` names the shared library of sgl-flash-mla 1.0.0, _C_legacy.abi3.so
@@ -6,7 +6,6 @@ of 60 back to back (power-limited). `--flashmla` names the shared library of sgl
 The first rows of every case are compared with the formula in float64.
 """
 
-import argparse
 import functools
 from typing import NamedTuple
 
@@ -42,15 +41,17 @@ def cases(quick: bool) -> list[Case]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", help="JSONL file to append to (default: benchmarks/results/<date>-<device>.jsonl)")
+    parser = harness.parser(__doc__)
     parser.add_argument("--flashmla", help="shared library of sgl-flash-mla")
     parser.add_argument("--quick", action="store_true", help="the table only")
     args = parser.parse_args()
     results = harness.Results(args.out)
     flashmla = load_flashmla(args.flashmla) if args.flashmla else None
-    for case in cases(args.quick):
-        measure(results, flashmla, case)
+    for case in harness.of_part(cases(args.quick), args.part):
+        run = jax.jit(functools.partial(sparse_mla_attention, sm_scale=case.d**-0.5, implementation="mosaic_gpu"))
+        run = run.lower(*jax.eval_shape(functools.partial(arrays, case))).compile()
+        with harness.alone():
+            measure(results, flashmla, case, run)
 
 
 def arrays(case: Case):
@@ -81,7 +82,7 @@ def largest_error(args, sm_scale, out) -> float:
     return float(worst)
 
 
-def measure(results, flashmla, case: Case):
+def measure(results, flashmla, case: Case, run):
     args = arrays(case)
     d, h_q, topk, features, s_kv = case
     columns = S_Q * topk if args[3] is None else int(args[3].sum())
@@ -96,7 +97,6 @@ def measure(results, flashmla, case: Case):
         hot = harness.back_to_back_us(launch, ready=ready)
         results.add(**row("flashmla", times, flop, max_abs_err=None, us_back_to_back=round(hot, 2)))
         baseline = dict(baseline_us=round(times[0], 2), bar=BAR, baseline="sgl-flash-mla 1.0.0, same run")
-    run = jax.jit(functools.partial(sparse_mla_attention, sm_scale=d**-0.5, implementation="mosaic_gpu"))
     error = largest_error(args, d**-0.5, run(*args).out)
     times = harness.device_us(lambda i: run(*args), launches=24)
     hot = harness.back_to_back_us(lambda i: run(*args))

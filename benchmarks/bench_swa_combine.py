@@ -24,7 +24,7 @@ CASES = [
 
 
 def main():
-    results = harness.Results(harness.arguments(__doc__).out)
+    results = harness.Results(harness.parser(__doc__, parts=False).parse_args().out)
     for case in CASES:
         measure(results, *case)
 

@@ -1,15 +1,20 @@
 """`make bench`: what it runs where, the small sizes of a CPU, and the plots of recorded rows."""
 
+import concurrent.futures
+import itertools
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import time
 
+import numpy as np
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import plots, profile_kernel, profile_layer, small
+from benchmarks import _harness as harness
+from benchmarks import bench_paged_mla, bench_prefill, bench_sparse_mla, plots, profile_kernel, profile_layer, small
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -19,15 +24,89 @@ def test_every_benchmark_is_run():
     on_two = [module.removeprefix("benchmarks.") for module, *_ in bench.commands(2, [], [])]
     assert files == set(on_two)
     for name in files:  # and every part of it
-        parts = re.search(
-            r'add_argument\("(?:part|what)", choices=\(([^)]*)\)', (ROOT / f"benchmarks/{name}.py").read_text()
-        )
+        parts = re.search(r'add_argument\("what", choices=\(([^)]*)\)', (ROOT / f"benchmarks/{name}.py").read_text())
         run = {more[0] for module, *more in bench.commands(2, [], []) if module == f"benchmarks.{name}" and more}
         assert run == set(re.findall(r"\w+", parts[1]) if parts else ())
     on_one = bench.commands(1, ["--flashmla", "lib"], ["--out", "rows"])
     assert all(command[-2:] == ["--out", "rows"] for command in on_one)
     assert sum("--flashmla" in command for command in on_one) == 3 and "benchmarks.bench_scaling" not in str(on_one)
     assert bench.commands(0, [], []) == [["benchmarks.small"]]
+
+
+def test_parts_cover_all_cases_once():
+    parts = bench.processes(["benchmarks.bench_sparse_mla", "--quick"], 2)
+    assert parts[1] == (["benchmarks.bench_sparse_mla", "--quick", "--part", "1/8"], dict(CUDA_VISIBLE_DEVICES="1"))
+    parser = harness.parser("")
+    cases = [harness.of_part(range(11), parser.parse_args(command[2:]).part) for command, _ in parts]
+    assert sorted(itertools.chain(*cases)) == list(range(11))
+    for command in (["benchmarks.bench_prefill", "plot"], ["benchmarks.bench_scaling", "layers"]):
+        assert bench.processes(command, 2) == [(command, {})]
+    for wrong in ("2/2", "-1/2", "0", "a/b"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--part={wrong}"])
+
+
+def test_only_one_measures(monkeypatch, tmp_path):
+    monkeypatch.setattr(harness.tempfile, "gettempdir", lambda: str(tmp_path))
+    inside = []
+
+    def measure(i):
+        with harness.alone():
+            inside.append(i)
+            time.sleep(0.05)
+            assert inside[-1] == i
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(measure, range(4)))
+    assert sorted(inside) == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def without_gpu(monkeypatch, tmp_path):
+    """Small inputs, plain jnp for the kernels and no clock: runs a benchmark's `main` and returns its rows."""
+
+    def plainly(function):
+        return lambda *args, implementation, **kwargs: function(*args, implementation="xla", **kwargs)
+
+    for module, name in ((bench_sparse_mla, "sparse_mla_attention"), (bench_paged_mla, "paged_mla_attention")):
+        monkeypatch.setattr(module, name, plainly(getattr(module, name)))
+    monkeypatch.setattr(bench_prefill, "IMPLEMENTATION", "xla")
+    monkeypatch.setattr(harness, "device_us", lambda launch, **_: (launch(0), (2.0, 1.0))[1])
+    monkeypatch.setattr(harness, "back_to_back_us", lambda launch, **_: (launch(0), 2.0)[1])
+    names = ["fill", "sparse_mla_attention", "fusion"]
+    monkeypatch.setattr(harness, "kernel_records", lambda launch, n, *_: (launch(0), (names, np.ones((n, 3))))[1])
+    monkeypatch.setattr(harness, "matmul_tflops", lambda: 800.0)
+
+    def run(module, *arguments):
+        out = tmp_path / "rows.jsonl"
+        monkeypatch.setattr(sys, "argv", [module.__name__, "--out", str(out), *arguments])
+        module.main()
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    return run
+
+
+def test_sparse_benchmark(without_gpu, monkeypatch):
+    monkeypatch.setattr(bench_sparse_mla, "S_Q", 8)
+    monkeypatch.setattr(bench_sparse_mla, "cases", lambda quick: [bench_sparse_mla.Case(512, 2, 130, "uniform length")])
+    (row,) = without_gpu(bench_sparse_mla)
+    assert row["case"] == "d512_h2_k130_s8_kv32768" and row["max_abs_err"] < 0.02
+
+
+def test_paged_benchmark(without_gpu, monkeypatch):
+    monkeypatch.setattr(bench_paged_mla, "SLOTS", 512)
+    monkeypatch.setattr(bench_paged_mla, "cases", lambda quick: [bench_paged_mla.Case(8, 2, 40, "uniform length")])
+    (row,) = without_gpu(bench_paged_mla)
+    assert row["case"] == "d512_h2_k128+40_b8" and row["max_abs_err"] == 0
+
+
+def test_prefill_benchmark(without_gpu, monkeypatch):
+    monkeypatch.setattr(bench_prefill, "PREFIX", 256)
+    monkeypatch.setattr(bench_prefill, "MIX", dict(c4=43))
+    rows = without_gpu(bench_prefill, "stages", "--models", "flash", "--extends", "32", "--cp", "2")
+    kinds = [(row["op"], row["case"].split("_")[0], row["us"]) for row in rows]
+    assert kinds == [(f"prefill_{p}", k, us) for k, us in (("c4", 2), ("mix", 86)) for p in ("sparse", "dense")]
+    assert rows[0]["stages"] == dict(attention=1, other=1) and max(row["max_abs_err"] or 0 for row in rows) < 0.01
 
 
 def test_list_on_this_machine():

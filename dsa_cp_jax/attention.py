@@ -1,5 +1,6 @@
 """dsa_prefill_attention: the one entry. Gate, shard_map, specs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -25,6 +26,9 @@ def _check_type(name: str, value, *wanted: type) -> None:
 def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sink, *, rows, h_q, kind, config, path):
     """Checks of both entries: everything that shapes, dtypes and statics tell, and values that are not traced."""
     ratio = compress_ratio(kind)
+    if config != plan.config:
+        fields = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(plan.config, f.name)]
+        raise ValueError(f"`config` must be the one that `plan` was made with, they differ in {', '.join(fields)}.")
     if path not in PATHS:
         raise ValueError(f"`path` must be one of {', '.join(map(repr, PATHS))}, got {path!r}.")
     came, _, _ = check_array("q", q, (jnp.bfloat16, jnp.float32), rows=None, h_q=h_q, d_qk=config.d_qk)
@@ -219,8 +223,8 @@ def dsa_prefill_attention(
 
     Raises:
       ValueError: naming the argument: unknown kind or path, a wrong shape, dtype, page size or row count, a missing
-        mesh axis, pool or top-k, a cp_size that differs from the plan's; where the plan is concrete, also a chunk that
-        overflows its capacities or a pool.
+        mesh axis, pool or top-k, a cp_size or config that differs from the plan's; where the plan is concrete, also a
+        chunk that overflows its capacities or a pool.
       NotImplementedError: "mosaic_gpu" was named and a kernel does not serve the arguments.
     """
     _check_type("plan", plan, ChunkPlan)

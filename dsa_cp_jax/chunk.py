@@ -84,7 +84,8 @@ class PrefillChunk:
 
         Raises:
           ValueError: naming the argument: shapes that do not fit, lengths that are negative or inconsistent, more
-            tokens than the capacity or a request's row holds, a position without a slot.
+            tokens than the capacity or a request's row holds, a position without a slot, two new tokens with the same
+            one, two requests with new tokens in one row of req_to_token.
         """
 
         def integers(name: str, x, **dims) -> np.ndarray:
@@ -122,6 +123,8 @@ class PrefillChunk:
         seq_lens, extend_lens, req_pool_indices = (
             np.where(live, x, 0) for x in (seq_lens, extend_lens, req_pool_indices)
         )
+        rows: dict[int, int] = {}
+        new_slots = []
         for i in range(num_reqs):
             seq, extend, row = int(seq_lens[i]), int(extend_lens[i]), int(req_pool_indices[i])
             if not 0 <= extend <= seq:
@@ -141,6 +144,20 @@ class PrefillChunk:
                 raise ValueError(
                     f"`full_to_swa` must give a slot to every new token; request {i} has none at position {pos}."
                 )
+            if extend and (other := rows.setdefault(row, i)) != i:
+                raise ValueError(f"`req_pool_indices[{i}]` must not be that of request {other}, got {row} for both.")
+            new_slots.append(full_to_swa[full])
+        slots = np.concatenate(new_slots or [np.zeros(0, np.int32)])
+        order = np.argsort(slots, kind="stable")
+        if (shared := np.flatnonzero(np.diff(slots[order]) == 0)).size:
+            ends = np.cumsum(extend_lens)
+            tokens = order[shared[0] : shared[0] + 2]
+            requests = np.searchsorted(ends, tokens, side="right")
+            pos = seq_lens[requests] - ends[requests] + tokens
+            raise ValueError(
+                f"`full_to_swa` must give every new token a slot of its own; position {pos[0]} of request {requests[0]}"
+                f" and position {pos[1]} of request {requests[1]} share slot {slots[tokens[0]]}."
+            )
         entry_capacities = dict(entry_capacities or {})
         for ratio, capacity in entry_capacities.items():
             if ratio not in tables:
@@ -190,7 +207,7 @@ class WorkspaceRegion:
       slots: [capacity] int32 pool slots, -1 past the live extent.
       base: [R] int32, first row of each request in the region.
       count: [] int32, live rows.
-      complete: [] bool: the live rows fit into the capacity, and each has a slot.
+      complete: [] bool: the live rows fit into the capacity, and each of a request with new tokens has a slot.
     """
 
     slots: jax.Array
@@ -208,14 +225,15 @@ class ChunkPlan:
       chunk: the chunk.
       num_tokens: [] int32, new tokens n.
       use_sparse: [] bool, the gate.
-      overflow: [] bool, the chunk does not fit its capacities, or a key that it can see has no slot; such a chunk
-        takes the dense path, which leaves that key out.
+      overflow: [] bool, the chunk does not fit its capacities, or a key that a layer of some kind can see has no slot;
+        such a chunk takes the dense path, which leaves that key out.
       query_pos: [token_capacity] int32 positions in chunk order, 0 in padding and slack rows.
       query_req: [token_capacity] int32 requests in chunk order, -1 in padding and slack rows.
       swa: the window region: positions swa_first_pos[i] .. seq_lens[i] - 1 of every request.
       swa_first_pos: [R] int32.
       compressed: {"c4": ..., "c128": ...}: the compressed region of each layer kind the chunk has a page table for,
         entries 0 .. seq_lens[i] // ratio - 1 of every request.
+      config: what it was made with (static).
       cp_size: ranks (static).
     """
 
@@ -228,6 +246,7 @@ class ChunkPlan:
     swa: WorkspaceRegion
     swa_first_pos: jax.Array
     compressed: dict[str, WorkspaceRegion]
+    config: DSAConfig = dataclasses.field(metadata=dict(static=True))
     cp_size: int = dataclasses.field(metadata=dict(static=True))
 
     @property
@@ -251,10 +270,11 @@ def spread_rows(lens: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array, j
     return req, jnp.where(live, row - base[req], 0), base
 
 
-def _region(lens: jax.Array, capacity: int, slots_of: Callable) -> WorkspaceRegion:
+def _region(lens: jax.Array, capacity: int, slots_of: Callable, has_new: jax.Array) -> WorkspaceRegion:
     req, row, base = spread_rows(lens, capacity)
     slots, count = jnp.where(req >= 0, slots_of(req, row), -1), lens.sum(dtype=jnp.int32)
-    complete = (count <= capacity) & ((req < 0) | (slots >= 0)).all()
+    seen = (req >= 0) & has_new[req]
+    complete = (count <= capacity) & (~seen | (slots >= 0)).all()
     return WorkspaceRegion(slots=slots, base=base, count=count, complete=complete)
 
 
@@ -298,7 +318,9 @@ def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int, gate: str
     gather_lens = jnp.minimum(seq_lens, extend_lens + config.swa_window - 1)
     first_pos = seq_lens - gather_lens
     swa_capacity = capacity + size * (config.swa_window - 1)
-    swa = _region(gather_lens, swa_capacity, lambda req, row: chunk.swa_slots(req, first_pos[req] + row))
+    swa = _region(
+        gather_lens, swa_capacity, lambda req, row: chunk.swa_slots(req, first_pos[req] + row), extend_lens > 0
+    )
 
     complete = (num_tokens <= capacity) & swa.complete
     compressed = {}
@@ -311,7 +333,7 @@ def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int, gate: str
         def slots_of(req, entry, kind=kind, page_size=page_size):
             return chunk.compressed_slots(kind, page_size, req, entry)
 
-        compressed[kind] = _region(seq_lens // ratio, room, slots_of)
+        compressed[kind] = _region(seq_lens // ratio, room, slots_of, extend_lens > 0)
         complete &= compressed[kind].complete
 
     any_chunk = gate == "wide" or cp_size == 1
@@ -326,6 +348,7 @@ def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int, gate: str
         swa=swa,
         swa_first_pos=first_pos,
         compressed=compressed,
+        config=config,
         cp_size=cp_size,
     )
 
@@ -344,9 +367,9 @@ def validate_chunk(
     Raises:
       ValueError: the page table or pool that is too small, and how many pages are needed.
     """
-    num_reqs, seq_lens = int(chunk.num_reqs), np.asarray(chunk.seq_lens)
-    gather_lens = np.minimum(seq_lens, np.asarray(chunk.extend_lens) + config.swa_window - 1)
-    for i in range(num_reqs):
+    seq_lens, extend_lens = np.asarray(chunk.seq_lens), np.asarray(chunk.extend_lens)
+    gather_lens = np.minimum(seq_lens, extend_lens + config.swa_window - 1)
+    for i in np.flatnonzero(extend_lens[: int(chunk.num_reqs)]):
         pos = jnp.arange(seq_lens[i] - gather_lens[i], seq_lens[i], dtype=jnp.int32)
         slots = np.asarray(chunk.swa_slots(jnp.full_like(pos, i), pos))
         if slots.size and (slots.min() < 0 or slots.max() >= swa_pool.num_slots):

@@ -82,8 +82,10 @@ class DSAConfig:
             raise ValueError(f"`d_v` and `d_rope` must be <= d_qk={self.d_qk}, got {self.d_v} and {self.d_rope}.")
 
     def compressed_page_size(self, kind: str) -> int:
-        """Entries per page of the compressed pool of layer kind "c4" or "c128"."""
-        return {4: self.c4_page_size, 128: self.c128_page_size}[compress_ratio(kind)]
+        """Entries per page of the compressed pool of layer kind "c4" or "c128"; ValueError for "c0", which has none."""
+        if not (ratio := compress_ratio(kind)):
+            raise ValueError(f"`kind` must be 'c4' or 'c128', a {kind} layer has no compressed pool.")
+        return {4: self.c4_page_size, 128: self.c128_page_size}[ratio]
 
     @classmethod
     def deepseek_v4_flash(cls) -> "DSAConfig":

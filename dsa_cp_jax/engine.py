@@ -175,7 +175,10 @@ class Session:
         small = cdiv(engine.requests, arm.cp_size) * arm.cp_size
         short = n < small or n <= engine.requests
         capacity = small if short else engine.token_capacity
-        path = "sparse" if arm.cp_size == 1 else "dense" if short and not gate else "auto"
+        if arm.cp_size == 1:
+            path = "sparse" if arm.allow_sparse else "dense"
+        else:
+            path = "dense" if short and not gate else "auto"
 
         self.lengths += lengths
         order = self.rows + [0] * spare

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common import check_int
 
@@ -49,13 +50,13 @@ def can_use_sparse_prefill(
       GateDecision.
 
     Raises:
-      ValueError: round robin without a `cp_size` >= 1; a negative length.
+      ValueError: round robin without an int `cp_size` >= 1; lengths that are no sequence of ints >= 0.
 
     Source: the rule of SGLang pull request 27276.
     """
-    ranks = cp_size or 0
-    if is_cp_round_robin and ranks < 1:
-        raise ValueError(f"`cp_size` must be >= 1 under round-robin context parallelism, got {cp_size}.")
+    ranks = check_int("cp_size", cp_size) if is_cp_round_robin else 1
+    if extend_lens is not None and not isinstance(extend_lens, (Sequence, np.ndarray)):
+        raise ValueError(f"`extend_lens` must be a sequence of lengths, or None, got {extend_lens!r}.")
     if extend_lens is None or any(length is None for length in extend_lens):
         return GateDecision(False, "extend lengths are not known")
     n = sum(check_int(f"extend_lens[{i}]", length, 0) for i, length in enumerate(extend_lens))

@@ -60,13 +60,15 @@ def check_real(name: str, value: Any) -> float:
     return float(value)
 
 
-def as_count(value: Any) -> jax.Array | None:
+def as_count(name: str, value: Any) -> jax.Array | None:
     """A count of live rows: a Python int becomes int32 whatever the x64 mode, arrays stay what they are."""
-    return value if value is None or hasattr(value, "dtype") else jnp.int32(value)
+    if value is None or hasattr(value, "dtype"):
+        return value
+    return jnp.int32(min(check_int(name, value, -(2**31)), 2**31 - 1))
 
 
 def resolve_implementation(
-    op: str, implementation: str | None, interpret: Any, unsupported: Callable[[], str | None]
+    op: str, implementation: str | None, interpret: Any, unsupported: Callable[[], str | None], argument: Any
 ) -> Implementation:
     """Chooses how an op runs. A named implementation never falls back; None picks the best that works.
 
@@ -76,6 +78,7 @@ def resolve_implementation(
       interpret: False, or how to run the Mosaic kernel in Pallas' interpreter (None then means "mosaic_gpu").
       unsupported: says why the Mosaic kernel cannot serve these arguments, or None if it can; called, and so Mosaic
         imported, only where it matters.
+      argument: one of the op's arrays: where it is not traced, it tells the device.
 
     Raises:
       ValueError: unknown name, or `interpret` together with "xla".
@@ -91,20 +94,25 @@ def resolve_implementation(
         if (reason := unsupported()) is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu' of {op}: {reason}")
         return "mosaic_gpu"
-    if implementation is None and runs_on_hopper() and unsupported() is None:
+    if implementation is None and runs_on_hopper(argument) and unsupported() is None:
         return "mosaic_gpu"
     return "xla"
 
 
-def runs_on_hopper() -> bool:
+def runs_on_hopper(argument: Any = None) -> bool:
     """Whether what is traced now will run on a Hopper GPU (compute capability 9.0), as far as can be known.
 
-    Inside a shard_map the mesh says what its devices are; elsewhere it is the device JAX places new arrays on.
+    An argument that is not traced lies on a device. Inside a shard_map the mesh says what its devices are; elsewhere it
+    is the device JAX places new arrays on.
     """
+    if isinstance(argument, jax.Array) and not isinstance(argument, jax.core.Tracer):
+        return all(getattr(device, "compute_capability", None) == "9.0" for device in argument.devices())
     mesh_device = jax.sharding.get_abstract_mesh().abstract_device
     if mesh_device is not None and mesh_device.platform in ("cpu", "tpu"):
         return False
-    device = jax.config.jax_default_device or jax.devices()[0]
+    device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):  # a platform
+        device = jax.devices(device)[0]
     return getattr(device, "compute_capability", None) == "9.0"
 
 

@@ -98,21 +98,45 @@ def test_same_inputs_through_both(ours, capsys, monkeypatch):
 
 
 def test_log_base_is_measured(ours, monkeypatch, capsys):
-    """A FlashMLA of 2025: base 2, neither sinks nor lengths, another decoding interface."""
+    """A FlashMLA of 2025: base 2, d 576 only, neither sinks nor lengths, another decoding interface."""
+
+    def sparse_fwd(q, kv, indices, sm_scale, d_v=512):
+        assert q.shape[-1] == kv.shape[-1] == 576
+        return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, return_log2_lse=True)
+
     old = types.SimpleNamespace(
-        flash_mla_sparse_fwd=lambda q, kv, indices, sm_scale, d_v=512: flash_mla.flash_mla_sparse_fwd(
-            q, kv, indices, sm_scale, return_log2_lse=True
-        ),
+        flash_mla_sparse_fwd=sparse_fwd,
         flash_mla_with_kvcache=lambda q, k_cache: None, __name__="old",
     )  # fmt: skip
     ours = compare.FlashMLA(old, "old", "0", {})
     monkeypatch.setattr(compare, "SPARSE", [c._replace(h_q=3, topk=40) for c in compare.SPARSE])
-    rows = compare.compare(ours, quick=False)
+    ours.log_base = compare.measure_log_base(ours)
     assert ours.log_base == 2.0
-    said = capsys.readouterr().out
-    assert "base 2 (converted" in said and said.count("left out") == 2
-    assert list(rows) == ["flash_mla_sparse_fwd"] and len(rows["flash_mla_sparse_fwd"]) == 3
-    assert all(row["agrees"] and row["max_lse_difference"] < 1e-5 for row in rows["flash_mla_sparse_fwd"])
+    for quick in (False, True):
+        rows = compare.compare(ours, quick)
+        said = capsys.readouterr().out
+        assert "base 2 (converted" in said and said.count("left out") == 2
+        assert list(rows) == ["flash_mla_sparse_fwd"] and len(rows["flash_mla_sparse_fwd"]) == 1
+        assert all(row["agrees"] and row["max_lse_difference"] < 1e-5 for row in rows["flash_mla_sparse_fwd"])
+
+
+def test_one_that_does_not_run_is_a_reason(ours, monkeypatch, capsys):
+    """vLLM's module can be imported without its kernels."""
+
+    def sparse_fwd(q, kv, indices, sm_scale):
+        raise RuntimeError("_flashmla_C is not available")
+
+    ours.module = types.SimpleNamespace(flash_mla_sparse_fwd=sparse_fwd)
+    monkeypatch.setattr(compare, "missing", lambda: (ours, []))
+    monkeypatch.setattr(compare, "compare_golden", lambda: {"op": []})
+    assert compare.main([]) == 1  # nothing was compared
+    assert "our own 0 does not run: RuntimeError: _flashmla_C is not available" in capsys.readouterr().out
+
+
+def test_another_module_of_that_name_is_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_mla", types.ModuleType("flash_mla"))
+    found, reasons = compare.find_flashmla()
+    assert found is None and any(reason.startswith("flash_mla (") and "AttributeError" in reason for reason in reasons)
 
 
 @pytest.mark.gpu

@@ -59,8 +59,6 @@ def test_page_bytes(rng, layout, more, page_size):
         pool = storage[first:last]
         view = bare_view(pool, page_size, layout.bytes_per_token)
         offset = first * storage.shape[1]
-        if offset % 16:  # the pages of V32 are multiples of 16 bytes, these of page size 1 with `more` too
-            continue
         n, stride, found = flash_mla.page_bytes(
             "k", view.shape, view.strides, 1, offset=offset, storage_bytes=storage.nbytes
         )
@@ -246,6 +244,23 @@ def test_inputs_that_are_not_contiguous(to, rng):
     assert got[0].shape == (2, 6, 512)
 
 
+def test_inputs_at_any_address(to, rng):
+    """Slices that are contiguous and start anywhere: XLA takes GPU arrays at multiples of 16 bytes only."""
+    q, kv = (to(rng.standard_normal(shape).astype(BF16)) for shape in ((4, 3, 512), (9, 1, 512)))
+    indices, length = to(rng.integers(0, 9, (5, 1, 7)).astype(np.int32)), to(np.full(5, 6, np.int32))
+    sink = to(np.arange(4, dtype=np.float32))
+    slices = indices[1:], sink[1:], length[1:]
+    assert all(x.is_contiguous() and x.data_ptr() % 16 for x in slices)
+
+    def run(indices, sink, length):
+        return flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.05, attn_sink=sink, topk_length=length)
+
+    for a, b in zip(run(*slices), run(*(x.clone() for x in slices))):
+        np.testing.assert_array_equal(numpy(a), numpy(b))
+    x = to(np.zeros(9, np.float32))
+    assert flash_mla._to_jax("x", x[1:], x).unsafe_buffer_pointer() != x[1:].data_ptr()
+
+
 def decode_call(to, **changes):
     arguments = dict(
         q=to(np.zeros((2, 3, 4, 512), BF16)), k_cache=as_k_cache(to(np.zeros((2, 37440), np.uint8)), 64, 584),
@@ -277,8 +292,20 @@ def test_with_kvcache_refuses(to):
         (dict(q=to(np.zeros((2, 4, 512), BF16))), ValueError, "`q` must have shape [b, s_q, h_q, d_qk]"),
         (dict(q=np.zeros((2, 3, 4, 512), BF16)), ValueError, "`q` must be a torch tensor, got ndarray"),
         (dict(k_cache=None), ValueError, "`k_cache` must be a torch tensor, got NoneType"),
-        (dict(extra_k_cache=decode_call.__name__), ValueError, "`extra_k_cache` must be a torch tensor, got str"),
-        (dict(extra_indices_in_kvcache=i32(2, 3, 5)), ValueError, "`extra_pages` must be given"),
+        (
+            dict(extra_k_cache="pages", extra_indices_in_kvcache=i32(2, 3, 5)),
+            ValueError,
+            "`extra_k_cache` must be a torch tensor, got str",
+        ),
+        (
+            dict(extra_indices_in_kvcache=i32(2, 3, 5)),
+            ValueError,
+            "`extra_k_cache` and `extra_indices_in_kvcache` must",
+        ),
+        (dict(extra_k_cache=as_k_cache(to(np.zeros((2, 37440), np.uint8)), 64, 584)), ValueError, "given together"),
+        (dict(head_dim_v=600), ValueError, "`head_dim_v` must be <= 512 for V4 pages, got 600"),
+        (dict(head_dim_v=None), ValueError, "`head_dim_v` must be an int"),
+        (dict(softmax_scale="1"), ValueError, "`softmax_scale` must be a number"),
         (dict(q=to(np.zeros((2, 3, 4, 576), BF16))), ValueError, "d_qk=576"),
     ]:
         with pytest.raises(error, match=re.escape(message)):
@@ -289,6 +316,8 @@ def test_with_kvcache_refuses(to):
         (dict(kv=to(np.zeros((5, 1, 512), np.float32))), "`kv` must have dtype bfloat16, got float32"),
         (dict(indices=i32(2, 5)), "`indices` must have shape [s_q=2, h_kv=1, topk], got (2, 5)"),
         (dict(kv=None), "`kv` must be a torch tensor, got NoneType"),
+        (dict(q=q.half()), "`q` must have dtype bfloat16 or float32, got float16"),
+        (dict(sm_scale=None), "`sm_scale` must be a number"),
         (dict(q=None), "`q` must be a torch tensor, got NoneType"),
         (dict(kv=q[:, :1].to("meta")), f"`kv` must be on the device of `q`, {q.device}, got meta"),
     ]:
@@ -340,6 +369,23 @@ def test_streams_and_memory(rng):
         torch.cuda.synchronize()
 
 
+@pytest.mark.multi_gpu
+def test_on_every_gpu():
+    """Tensors of a GPU that is not torch's current one, as FlashMLA takes them."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2:
+        pytest.skip("torch sees fewer than two GPUs")
+    q = torch.randn(4, 64, 512, dtype=torch.bfloat16)
+    kv, indices = torch.randn(90, 1, 512, dtype=torch.bfloat16), torch.randint(0, 90, (4, 1, 128), dtype=torch.int32)
+    outs = []
+    for i in range(torch.cuda.device_count()):
+        out, *_ = flash_mla.flash_mla_sparse_fwd(*(x.to(f"cuda:{i}") for x in (q, kv, indices)), 0.05)
+        assert out.device.index == i and torch.cuda.current_device() == 0
+        outs.append(numpy(out))
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out, outs[0])
+
+
 @pytest.mark.gpu
 def test_graph_capture():
     torch = pytest.importorskip("torch")
@@ -360,3 +406,7 @@ def test_runs_the_kernels():
         q, kv, jnp.zeros((4, 1, 128), jnp.int32), None, None, sm_scale=1.0, d_v=512, log2=False
     )
     assert "mosaic_gpu" in lowered.as_text() and jax.devices()[0].platform == "gpu"
+    statics = dict(layout=KVLayout.V4, page_size=64, extra_layout=None, extra_page_size=None, sm_scale=1.0, d_v=512)
+    pages, slots = jnp.zeros((2, KVLayout.V4.page_stride(64)), jnp.uint8), jnp.zeros((4, 1, 128), jnp.int32)
+    lowered = flash_mla._paged.lower(q[:, None], pages, slots, *[None] * 5, **statics)
+    assert "mosaic_gpu" in lowered.as_text()

@@ -3,13 +3,16 @@
     from dsa_cp_jax.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 Tensors pass through dlpack, without a copy. Both frameworks order their work by events: ours waits for what torch has
-queued on its current stream, and torch's current stream waits for our results. A new combination of shapes compiles
-anew. Nothing is differentiable here, as in FlashMLA. Hopper GPUs run the kernels, any other device plain JAX.
+queued on its current stream, and torch's current stream waits for our results. The results are JAX's memory, free for
+its next computation when torch drops them: docs/compat.md says what that means for several streams. A new combination
+of shapes compiles anew. Nothing is differentiable here, as in FlashMLA. Hopper GPUs run the kernels, any other device
+plain JAX.
 
 Source: `flash_mla/flash_mla_interface.py` of https://github.com/deepseek-ai/FlashMLA at 082094b, and of sgl-flash-mla
 1.0.0, whose further arguments (`use_legacy` and what follows it) are taken, too.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import KVLayout, paged_mla_attention, sparse_mla_attention
-from pallas_kernels.common import check_array
+from pallas_kernels.common import check_array, check_int, check_real
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -65,9 +68,11 @@ def flash_mla_sparse_fwd(
       ValueError: a wrong shape, dtype or device.
       NotImplementedError: a call while a CUDA graph is captured.
     """
+    sm_scale = check_real("sm_scale", sm_scale)
     tensors = dict(q=q, kv=kv, indices=indices, topk_length=topk_length, attn_sink=attn_sink)
-    arrays = {name: _to_jax(name, x, q) for name, x in tensors.items()}
-    out, *logs = _run(_sparse, arrays, sm_scale=float(sm_scale), d_v=d_v, log2=return_log2_lse is True)
+    with _device_of(q):
+        arrays = {name: _to_jax(name, x, q) for name, x in tensors.items()}
+        out, *logs = _run(_sparse, arrays, sm_scale=sm_scale, d_v=d_v, log2=return_log2_lse is True)
     return out, *((None, None) if return_log2_lse is False else logs)
 
 
@@ -117,20 +122,26 @@ def flash_mla_with_kvcache(
             raise NotImplementedError(
                 f"`{name}` must be left alone: only sparse decoding of V4 and V32 pages is served."
             )
+    if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
+        raise ValueError("`extra_k_cache` and `extra_indices_in_kvcache` must be given together, or neither.")
+    head_dim_v = check_int("head_dim_v", head_dim_v)
     tensors = dict(q=q, indices=indices, topk_length=topk_length, attn_sink=attn_sink)
     extra = dict(extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length)
-    arrays = {name: _to_jax(name, x, q) for name, x in (tensors | extra).items()}
-    arrays["k_cache"], layout, page_size = _pages("k_cache", k_cache, q, kv_format)
-    arrays["extra_k_cache"], extra_layout, extra_page_size = _pages("extra_k_cache", extra_k_cache, q, kv_format)
-    out, lse = _run(
-        _paged, arrays, layout=layout, page_size=page_size, extra_layout=extra_layout, extra_page_size=extra_page_size,
-        sm_scale=q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale), d_v=head_dim_v,
-    )  # fmt: skip
+    with _device_of(q):
+        arrays = {name: _to_jax(name, x, q) for name, x in (tensors | extra).items()}
+        arrays["k_cache"], layout, page_size = _pages("k_cache", k_cache, q, kv_format)
+        arrays["extra_k_cache"], extra_layout, extra_page_size = _pages("extra_k_cache", extra_k_cache, q, kv_format)
+        out, lse = _run(
+            _paged, arrays, layout=layout, page_size=page_size, extra_layout=extra_layout,
+            extra_page_size=extra_page_size, d_v=head_dim_v,
+            sm_scale=q.shape[-1] ** -0.5 if softmax_scale is None else check_real("softmax_scale", softmax_scale),
+        )  # fmt: skip
     return out, lse.transpose(1, 2)
 
 
 @functools.partial(jax.jit, static_argnames=("sm_scale", "d_v", "log2"))
 def _sparse(q, kv, indices, topk_length, attn_sink, *, sm_scale, d_v, log2):
+    check_array("q", q, (jnp.bfloat16, jnp.float32), s_q=None, h_q=None, d_qk=None)
     check_array("kv", kv, q.dtype, s_kv=None, h_kv=1, d_qk=q.shape[-1])
     check_array("indices", indices, jnp.int32, s_q=q.shape[0], h_kv=1, topk=None)
     out, *logs = sparse_mla_attention(q, kv[:, 0], indices[:, 0], topk_length, attn_sink, sm_scale=sm_scale, d_v=d_v)
@@ -143,6 +154,9 @@ def _sparse(q, kv, indices, topk_length, attn_sink, *, sm_scale, d_v, log2):
 def _paged(
     q, k_cache, indices, topk_length, attn_sink, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, **statics
 ):
+    layout, d_v = statics["layout"], statics["d_v"]
+    if d_v > layout.d:
+        raise ValueError(f"`head_dim_v` must be <= {layout.d} for {layout.name} pages, got {d_v}.")
     b, s_q, h_q, d_qk = check_array("q", q, (jnp.bfloat16, jnp.float32), b=None, s_q=None, h_q=None, d_qk=None)
 
     def rows(name, indices, length_name, length):
@@ -163,6 +177,13 @@ def _paged(
         extra_length, **statics,
     )  # fmt: skip
     return out.reshape(b, s_q, h_q, out.shape[-1]), lse.reshape(b, s_q, h_q)
+
+
+def _device_of(q):
+    """Makes q's GPU the current one of torch, as FlashMLA does: dlpack hands tensors over from that one only."""
+    import torch
+
+    return torch.cuda.device(q.device) if getattr(q, "is_cuda", False) else contextlib.nullcontext()
 
 
 def _run(function, arrays: dict, **statics) -> list:
@@ -190,13 +211,17 @@ def _check_tensor(name: str, x, q) -> None:
 
 
 def _to_jax(name: str, x, q) -> jax.Array | None:
-    """A torch tensor as a JAX array over the same memory; one that is not contiguous is copied first."""
+    """A torch tensor as a JAX array over the same memory.
+
+    It is copied first if it is not contiguous, or does not start at a multiple of 16 bytes: XLA takes no other on GPUs.
+    """
     if x is None and name in _OPTIONAL:
         return None
     _check_tensor(name, x, q)
     if x.element_size() > 4:  # JAX would cut off the upper half
         raise ValueError(f"`{name}` must have a dtype of at most 32 bits, got {x.dtype}.")
-    return jax.dlpack.from_dlpack(x.detach().contiguous())
+    x = x.detach().contiguous()
+    return jax.dlpack.from_dlpack(x.clone() if x.data_ptr() % 16 else x)
 
 
 def _pages(name: str, x, q, kv_format: str | None):

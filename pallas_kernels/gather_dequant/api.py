@@ -49,9 +49,9 @@ def gather_dequant(
     Source: byte layouts of FlashMLA `tests/quant.py`; SGLang gathers once per layer in the same way
     (`python/sglang/srt/layers/attention/dsv4/`).
     """
-    num_slots = as_count(num_slots)
+    num_slots = as_count("num_slots", num_slots)
     _check("", pages, slots, "num_slots", num_slots, layout, page_size)
-    chosen = resolve_implementation("gather_dequant", implementation, interpret, lambda: _unsupported(layout))
+    chosen = resolve_implementation("gather_dequant", implementation, interpret, lambda: _unsupported(layout), pages)
     pages, slots = jnp.asarray(pages), jnp.asarray(slots)
     kwargs = dict(layout=layout, page_size=page_size, num_slots=num_slots)
     with jax.named_scope("gather_dequant"):
@@ -99,7 +99,7 @@ def gather_workspace(
       ValueError: a wrong shape, dtype or page stride, or layouts whose rows differ.
       NotImplementedError: "mosaic_gpu" was named for a layout that the kernel does not serve.
     """
-    num_compressed, num_swa = as_count(num_compressed), as_count(num_swa)
+    num_compressed, num_swa = as_count("num_compressed", num_compressed), as_count("num_swa", num_swa)
     _check("swa_", swa_pages, swa_slots, "num_swa", num_swa, swa_layout, swa_page_size)
     compressed = dict(
         compressed_slots=compressed_slots,
@@ -133,7 +133,9 @@ def gather_workspace(
                 f"{swa_layout.dtype.name}), got {compressed_layout!r} (d={compressed_layout.d}, "
                 f"{compressed_layout.dtype.name})."
             )
-    chosen = resolve_implementation("gather_workspace", implementation, interpret, lambda: _unsupported(*layouts))
+    chosen = resolve_implementation(
+        "gather_workspace", implementation, interpret, lambda: _unsupported(*layouts), swa_pages
+    )
     args = jax.tree.map(jnp.asarray, (compressed_pages, compressed_slots, swa_pages, swa_slots))
     kwargs = dict(
         compressed_layout=compressed_layout,

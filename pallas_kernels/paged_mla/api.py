@@ -114,7 +114,7 @@ def paged_mla_attention(
 
         return mosaic_gpu.unsupported(q, scopes, d_v=d_v)
 
-    chosen = resolve_implementation("paged_mla_attention", implementation, interpret, unsupported)
+    chosen = resolve_implementation("paged_mla_attention", implementation, interpret, unsupported, q)
     with jax.named_scope("paged_mla_attention"):
         with_keys = [(scope, row) for scope, row in zip(scopes, rows) if row[0].shape[1] and scope[0].shape[0]]
         if 0 in (b, h_q) or not with_keys:

@@ -1,6 +1,6 @@
 """Hopper kernel of paged_mla_attention (Pallas, Mosaic GPU): the attention core and a producer that dequantises.
 
-`pallas_kernels/mosaic_attention.py` says how a block works. Its third warpgroup, written here, copies Q and turns the
+`pallas_kernels/mosaic_block.py` says how a block works. Its third warpgroup, written here, copies Q and turns the
 bytes of the selected slots into the bf16 tiles. An item's rounds are those of the main pool, then those of the extra
 one; the last of each may be partly empty. V4 pools go through a ring (`mosaic_paged.convert`), whatever else there is
 straight through registers (`fetch`).
@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.attention_math import apply_attn_sink, merge_parts
 from pallas_kernels.common import cdiv
 from pallas_kernels.kv_layout import KVLayout
-from pallas_kernels.mosaic_attention import (
+from pallas_kernels.mosaic_attention import attend
+from pallas_kernels.mosaic_block import (
     D_V,
     HEADS,
     LEFT0,
@@ -34,7 +35,6 @@ from pallas_kernels.mosaic_attention import (
     Items,
     Plan,
     Shared,
-    attend,
     feed,
     launch,
     open_shared,

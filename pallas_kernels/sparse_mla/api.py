@@ -90,7 +90,7 @@ def sparse_mla_attention(
 
         return mosaic_gpu.unsupported(q, kv, indices, d_v=d_v)
 
-    chosen = resolve_implementation("sparse_mla_attention", implementation, interpret, unsupported)
+    chosen = resolve_implementation("sparse_mla_attention", implementation, interpret, unsupported, q)
     with jax.named_scope("sparse_mla_attention"):
         if 0 in (s_q, h_q, s_kv, topk):
             empty = (

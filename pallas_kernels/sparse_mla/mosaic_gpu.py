@@ -1,6 +1,6 @@
 """Hopper kernel of sparse_mla_attention (Pallas, Mosaic GPU): the attention core and a gathering producer.
 
-`pallas_kernels/mosaic_attention.py` says how a block works. Its third warpgroup, written here, copies Q and the
+`pallas_kernels/mosaic_block.py` says how a block works. Its third warpgroup, written here, copies Q and the
 selected KV rows with cp.async into the swizzled tiles, each as soon as its buffer is free. Row numbers are loaded one
 round ahead, one a thread. One outside kv, or in a column past topk_length, zero-fills its row and masks its logits.
 """
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.mosaic import CHUNK, Hopper
-from pallas_kernels.mosaic_attention import (
+from pallas_kernels.mosaic_attention import attend
+from pallas_kernels.mosaic_block import (
     D_V,
     HALF,
     LEFT0,
@@ -25,7 +26,6 @@ from pallas_kernels.mosaic_attention import (
     Items,
     Plan,
     Shared,
-    attend,
     feed,
     launch,
     open_shared,

@@ -85,7 +85,7 @@ def combine_swa_indices(
     compress_ratio = check_int("compress_ratio", compress_ratio) if topk else 1
 
     # The kernel serves every width.
-    chosen = resolve_implementation("combine_swa_indices", implementation, interpret, lambda: None)
+    chosen = resolve_implementation("combine_swa_indices", implementation, interpret, lambda: None, query_pos)
     args = jax.tree.map(jnp.asarray, (topk_indices, query_pos, query_req, compressed_base, swa_base, swa_first_pos))
     kwargs = dict(compress_ratio=compress_ratio, topk=topk, window=window)
     with jax.named_scope("combine_swa_indices"):

@@ -52,8 +52,6 @@ def combine_swa_indices(
     """Combined rows and their lengths: see `pallas_kernels.combine_swa_indices`."""
     rows, num_reqs = query_pos.shape[0], swa_base.shape[0]
     width = combined_width(topk, window)  # whole multiples of WARP_COLUMNS
-    if rows == 0 or num_reqs == 0:
-        return jnp.full((rows, width), -1, jnp.int32), jnp.zeros((rows,), jnp.int32)
     reads_topk = topk_indices is not None and topk > 0
     parts = cdiv(width, MAX_COLUMNS)  # a wide row is written by several blocks
     columns = cdiv(width // WARP_COLUMNS, parts) * WARP_COLUMNS

@@ -28,7 +28,7 @@ def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sin
     ratio = compress_ratio(kind)
     if config != plan.config:
         fields = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(plan.config, f.name)]
-        raise ValueError(f"`config` must be the one that `plan` was made with, they differ in {', '.join(fields)}.")
+        raise ValueError(f"`config` must be the one that `plan` was made with, they differ in: {', '.join(fields)}.")
     if path not in PATHS:
         raise ValueError(f"`path` must be one of {', '.join(map(repr, PATHS))}, got {path!r}.")
     came, _, _ = check_array("q", q, (jnp.bfloat16, jnp.float32), rows=None, h_q=h_q, d_qk=config.d_qk)

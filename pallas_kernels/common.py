@@ -61,10 +61,10 @@ def check_real(name: str, value: Any) -> float:
 
 
 def as_count(name: str, value: Any) -> jax.Array | None:
-    """A count of live rows: a Python int becomes int32 whatever the x64 mode, arrays stay what they are."""
+    """A count of live rows: an int becomes int32 whatever the x64 mode, arrays stay what they are."""
     if value is None or hasattr(value, "dtype"):
         return value
-    return jnp.int32(min(check_int(name, value, -(2**31)), 2**31 - 1))
+    return jnp.int32(min(check_int(name, value, 0), 2**31 - 1))
 
 
 def resolve_implementation(

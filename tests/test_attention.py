@@ -286,6 +286,11 @@ BAD = [
     ("c0", dict(q=jnp.zeros(())), r"`q` must have shape \[rows, h_q=2, d_qk=512\], got \(\)"),
     ("c0", dict(plan=None), r"`plan` must be a ChunkPlan, got NoneType"),
     ("c0", dict(config=None), r"`config` must be a DSAConfig, got NoneType"),
+    (
+        "c0",
+        dict(config=dataclasses.replace(CONFIG, c4_page_size=16, swa_window=64)),
+        r"`config` must be the one that `plan` was made with, they differ in: swa_window, c4_page_size\.",
+    ),
     ("c0", dict(mesh=None), r"`mesh` must be a Mesh or AbstractMesh, got NoneType"),
     (["c0"], {}, r"`kind` must be one of 'c0', 'c4', 'c128', got \['c0'\]"),
 ]

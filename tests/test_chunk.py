@@ -120,6 +120,16 @@ def test_sglang_geometry(path):
         (dict(page_tables={4: np.zeros((2, 4), int)}), r"`page_tables\[4\]` must have shape \[R=3, pages\], got \(2, 4\)"),
         (dict(full_to_swa=np.full(9000, -1)), r"`full_to_swa` must give a slot to every new token; request 0 .*position 31"),
         (dict(full_to_swa=np.full(9000, 2**40)), r"`full_to_swa` must fit into int32"),
+        (
+            dict(full_to_swa=np.full(9000, 7)),
+            r"`full_to_swa` must give every .*; position 31 of request 0 and position 32 of request 0 share slot 7\.",
+        ),
+        (
+            dict(full_to_swa=np.arange(9000), req_to_token=np.tile(np.arange(640), (4, 1)), extend_lens=[1, 0, 9],
+                 seq_lens=[8, 9, 9], req_pool_indices=[3, 0, 1]),
+            r"position 7 of request 0 and position 7 of request 2 share slot 7",
+        ),
+        (dict(req_pool_indices=[1, 1, 0]), r"`req_pool_indices\[1\]` must not be that of request 0, got 1 for both"),
     ],
 )  # fmt: skip
 def test_bad_chunks(world, change, message):
@@ -172,6 +182,9 @@ def test_a_key_without_a_slot_overflows(world):
     for change in (dict(page_tables={4: table[:, :3]}), dict(page_tables={4: no_page}), dict(full_to_swa=evicted)):
         plan = make_plan(world.chunk([600], [8], 4, **change), CONFIG, cp_size=4)
         assert plan.overflow and not plan.use_sparse
+        if "page_tables" not in change or change["page_tables"][4] is no_page:
+            beside = make_plan(world.chunk([600, 8], [0, 8], 4, **change), CONFIG, cp_size=4, gate="wide")
+            assert beside.use_sparse and not beside.overflow  # nobody reads keys of a request without new tokens
     evicted = world.full_to_swa.copy()
     evicted[full[:first]] = -1  # behind every window: fine
     assert not make_plan(world.chunk([600], [8], 4, full_to_swa=evicted), CONFIG, cp_size=4).overflow
@@ -213,6 +226,8 @@ def test_config():
     assert (flash.h_q, flash.topk, pro.h_q, pro.topk) == (64, 512, 128, 1024)
     assert flash.sm_scale == 512**-0.5 and hash(flash) != hash(pro)
     assert [flash.compressed_page_size(k) for k in ("c4", "c128")] == [64, 2]
+    with pytest.raises(ValueError, match="`kind` must be 'c4' or 'c128', a c0 layer has no compressed pool"):
+        flash.compressed_page_size("c0")
     with pytest.raises(ValueError, match="`h_q` must be an int >= 1, got 0"):
         DSAConfig(h_q=0, topk=1)
     with pytest.raises(ValueError, match="`d_v` and `d_rope` must be <= d_qk=512"):

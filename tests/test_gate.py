@@ -43,6 +43,20 @@ def test_cp_size_is_needed_first(size, lens):
         can_use_sparse_prefill(32, lens, is_cp_round_robin=True, cp_num_rows=32, cp_size=size)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(cp_size=2.5), "`cp_size` must be an int >= 1, got 2.5"),
+        (dict(cp_size="4"), "`cp_size` must be an int >= 1, got '4'"),
+        (dict(extend_lens=128), "`extend_lens` must be a sequence of lengths, or None, got 128"),
+        (dict(extend_lens=[1.5]), r"`extend_lens\[0\]` must be an int >= 0, got 1.5"),
+    ],
+)
+def test_what_is_no_number(change, message):
+    with pytest.raises(ValueError, match=message):
+        can_use_sparse_prefill(**(dict(q_num_rows=32, extend_lens=[128], is_cp_round_robin=True, cp_size=4) | change))
+
+
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 8])
 def test_traced_rule_is_the_host_rule(cp):
     """For every length: the traced predicate = the host gate with consistent row counts."""

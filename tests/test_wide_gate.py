@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from dsa_cp_jax import dsa_prefill_attention, make_plan, merge_round_robin, split_round_robin
+from dsa_cp_jax.config import LAYER_KINDS
 from pallas_kernels import combine_swa_indices
 from tests.helpers.oracles import assert_close
 from tests.helpers.world import CONFIG, World, cpu_mesh, plan_of
@@ -27,11 +28,11 @@ def world():
 
 
 @st.composite
-def batches(draw):
-    """1..8 requests, prefixes 0..2000, together at most CAPACITY new tokens, zero-length ones too."""
-    lengths, left = [], CAPACITY
+def batches(draw, capacity=CAPACITY):
+    """1..8 requests, prefixes 0..2000, 0..700 new tokens each, together at most the capacity."""
+    lengths, left = [], capacity
     for _ in range(draw(st.integers(1, 8))):
-        extend = draw(st.integers(0, left))
+        extend = draw(st.integers(0, min(left, 700)))
         left -= extend
         lengths.append((draw(st.integers(0, 2000)), extend))
     return [p + e for p, e in lengths], [e for _, e in lengths]
@@ -58,6 +59,27 @@ def test_equals_the_oracle_and_dense(world, kind, cp):
         assert_close("sparse", sparse, world.oracle(kind, q, topk, where), abs_tol=1e-5, rel_tol=0)
         np.testing.assert_allclose(sparse, dense, atol=1e-5)
         assert (sparse[len(where) :] == 0).all()
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_batches(kind):
+    """Up to 700 new tokens a request, 2,400 in all: sparse = dense, slack rows 0."""
+    capacity = 2400
+    world = World.build(np.random.default_rng(3), num_reqs=8, max_len=2752, token_capacity=capacity)
+
+    @given(batches(capacity))
+    @settings(max_examples=3)
+    def check(batch):
+        q, topk, where = world.queries(np.random.default_rng(sum(batch[0])), *batch)
+        plan = wide_plan(world.chunk(*batch, 4), cp_size=4)
+        assert bool(plan.use_sparse) == (len(where) > 0)
+        args = q, plan, *world.arguments(kind, topk)
+        sparse, dense = (world_entry(kind, 4, path, capacity=capacity)(*args) for path in ("auto", "dense"))
+        np.testing.assert_allclose(sparse, dense, atol=1e-5)
+        assert (sparse[len(where) :] == 0).all() and np.isfinite(sparse).all()
 
     check()
 
@@ -98,7 +120,7 @@ BATCH = [700, 3, 128, 1500, 64], [100, 3, 1, 60, 0]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_poisoned_neighbour_changes_no_bit(world, rng, kind):
-    """All KV of request 3 is NaN: the rows of the others are bit-equal, its own are NaN."""
+    """All KV of request 3 is NaN, in both pools: the rows of the others are bit-equal, its own are NaN."""
     q, topk, where = world.queries(rng, *BATCH)
     plan = wide_plan(world.chunk(*BATCH, 4), cp_size=4)
     swa, compressed, topk, sink = world.arguments(kind, topk)
@@ -108,9 +130,11 @@ def test_a_poisoned_neighbour_changes_no_bit(world, rng, kind):
     for slot in slots:
         page, t = divmod(int(slot), swa.page_size)
         pages[page, t * 576 : t * 576 + 576] = 0xFF
-    got = np.asarray(
-        entry(kind, 4)(q, plan, dataclasses.replace(swa, pages=jnp.asarray(pages)), compressed, topk, sink)
-    )
+    swa = dataclasses.replace(swa, pages=jnp.asarray(pages))
+    if compressed is not None:
+        own_pages = world.page_tables[LAYER_KINDS[kind]][3, :-1]
+        compressed = dataclasses.replace(compressed, pages=compressed.pages.at[own_pages].set(0xFF))
+    got = np.asarray(entry(kind, 4)(q, plan, swa, compressed, topk, sink))
     own = np.array([req == 3 for req, _ in where] + [False] * (CAPACITY - len(where)))
     np.testing.assert_array_equal(got[~own], want[~own])
     assert np.isnan(got[own]).any(axis=(1, 2)).all()
@@ -136,14 +160,16 @@ def test_swapping_requests_permutes_rows(world, rng):
     np.testing.assert_array_equal(got[: len(rows)], want[rows])
 
 
-def test_cutting_a_prompt_changes_nothing(world, rng):
+@given(cuts=st.sets(st.integers(1, 199), max_size=5))
+@settings(max_examples=5)
+def test_cutting_a_prompt_changes_nothing(world, cuts):
     """One chunk, or cut at any places: the same attention, row for row."""
     start, n = 900, 200
-    q, topk, where = world.queries(rng, [start + n], [n])
+    q, topk, where = world.queries(np.random.default_rng(0), [start + n], [n])
     whole = world.oracle("c4", q, topk, where)
     swa, c4, _, sink = world.arguments("c4", topk)
     done = 0
-    for size in (1, 7, 64, 100, 28):
+    for size in np.diff([0, *sorted(cuts), n]).tolist():
         plan = wide_plan(world.chunk([start + done + size], [size], 4), cp_size=4)
         part = [jnp.zeros_like(x).at[:size].set(x[done : done + size]) for x in (q, topk)]
         out = entry("c4", 4)(part[0], plan, swa, c4, part[1], sink)

@@ -1,9 +1,10 @@
-"""`interpret=True` runs every Hopper kernel in Pallas' interpreter with its default parameters."""
+"""Which implementation runs: the interpreter with its default parameters, and what the device decides."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import KVLayout, combine_swa_indices, gather_dequant, quantize_pages, sparse_mla_attention
+from pallas_kernels import KVLayout, combine_swa_indices, common, gather_dequant, quantize_pages, sparse_mla_attention
 
 
 def test_interpret_true(rng):
@@ -22,3 +23,17 @@ def test_interpret_true(rng):
         got, want = call(interpret=True), call(implementation="xla")
         for a, b in zip(got, want) if isinstance(got, tuple) else [(got, want)]:
             np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=8e-4, rtol=2e-2)
+
+
+def test_the_device_decides(monkeypatch):
+    """Mosaic kernels for what lies on a Hopper GPU, or where new arrays go to one; plain JAX for all else."""
+
+    class Device:
+        platform, compute_capability = "gpu", "9.0"
+
+    x = jnp.zeros(3)
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [Device] if platform in (None, "gpu") else ["cpu"])
+    assert common.runs_on_hopper() and not common.runs_on_hopper(x)  # x lies on the CPU
+    for default, hopper in (("gpu", True), ("cpu", False)):
+        with jax.default_device(default):
+            assert common.runs_on_hopper() is hopper

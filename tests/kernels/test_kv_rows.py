@@ -221,6 +221,8 @@ def test_past_2_31_bytes():
         (dict(slots=jnp.zeros((2, 2), jnp.int32)), r"`slots` must have shape \[n\], got \(2, 2\)"),
         (dict(slots=jnp.zeros(2, jnp.float32)), r"`slots` must have dtype int32, got float32"),
         (dict(num_slots=jnp.zeros(2, jnp.int32)), r"`num_slots` must have shape \[\], got \(2,\)"),
+        (dict(num_slots=2.5), r"`num_slots` must be an int >= 0, got 2.5"),
+        (dict(num_slots="a"), r"`num_slots` must be an int >= 0, got 'a'"),
         (dict(implementation="cuda"), r"`implementation` of gather_dequant must be None, 'xla' or 'mosaic_gpu'"),
         (dict(implementation="xla", interpret=True), r"`interpret` of gather_dequant runs the Mosaic kernel"),
     ],
@@ -257,9 +259,10 @@ def test_bad_rows(call, message):
 def test_counts_under_x64(rng):
     """A Python int as live count is int32 in any mode."""
     pages = quantize_pages(rng.standard_normal((2, 8, 512)).astype(np.float32), layout=KVLayout.V4, page_size=8)
-    with jax.enable_x64(True):
-        out = gather_dequant(pages, np.arange(4, dtype=np.int32), layout=KVLayout.V4, page_size=8, num_slots=2)
-    assert out.shape == (4, 512)
+    for count in (2, 2**40):
+        with jax.enable_x64(True):
+            out = gather_dequant(pages, np.arange(4, dtype=np.int32), layout=KVLayout.V4, page_size=8, num_slots=count)
+        assert out.shape == (4, 512)
 
 
 def test_workspace_parts_go_together():

@@ -108,11 +108,17 @@ class Compressor(nnx.Module):
         pooled = self.kv_norm((values * jax.nn.softmax(gates, axis=1)).sum(1))
         angles = rope_angles(entry * self.ratio, self.frequencies)
 
-        query_req, query_pos = plan.query_req, plan.query_pos
-        kept = (query_req >= 0) & (query_pos >= chunk.seq_lens[query_req] - self.span)
-        ring = jnp.where(kept, chunk.req_pool_indices[query_req], state.shape[0])
-        state = state.at[ring, query_pos % self.span].set(inputs.astype(state.dtype), mode="drop")
-        return apply_rope(pooled, angles), state
+        # The last position of each request that belongs to each place of its ring; older ones stay.
+        last = chunk.seq_lens[:, None] - 1
+        pos = last - (last - jnp.arange(self.span, dtype=jnp.int32)) % self.span
+        new = pos - prefix_lens[:, None]
+        rings = chunk.req_pool_indices
+        fresh = inputs.at[row_start[:, None] + new].get(mode="clip").astype(state.dtype)
+        kept = jnp.where((new >= 0)[..., None, None, None], fresh, state[rings])
+        reqs = jnp.arange(len(rings), dtype=jnp.int32)
+        has_new = (reqs < chunk.num_reqs) & (chunk.extend_lens > 0)
+        rings = jnp.where(has_new, rings, state.shape[0] + reqs)
+        return apply_rope(pooled, angles), state.at[rings].set(kept, mode="drop", unique_indices=True)
 
 
 class Indexer(nnx.Module):

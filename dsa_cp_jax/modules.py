@@ -186,7 +186,8 @@ class DSAAttention(nnx.Module):
             return LayerCache(swa=swa, compressed=compressed)
         new, state = self.indexer.compressor(chunk_rows["indexer"], cache.index.state, plan)
         keys = cache.index.entries
-        keys = keys.at[jnp.where(slots >= 0, slots, len(keys))].set(new.astype(keys.dtype), mode="drop")
+        at = jnp.where(slots >= 0, slots, len(keys) + jnp.arange(len(slots), dtype=jnp.int32))
+        keys = keys.at[at].set(new.astype(keys.dtype), mode="drop", unique_indices=True)
         return LayerCache(swa=swa, compressed=compressed, index=CompressedCache(entries=keys, state=state))
 
     def __call__(

@@ -60,7 +60,10 @@ def start_processes(
     else:
         _join(address, process_id, job, deadline)
     jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from ending the process
-    jax.distributed.initialize(coordinator, num_processes, process_id, shutdown_timeout_seconds=MEETING_SECONDS)
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, shutdown_timeout_seconds=MEETING_SECONDS,
+        cluster_detection_method="deactivate",  # a cluster's own number for the process is not the number of its GPU
+    )  # fmt: skip
 
 
 def _left(deadline: float) -> float:

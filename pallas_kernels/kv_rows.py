@@ -120,7 +120,7 @@ def write_records(
 
     Args:
       pages: [num_pages, stride] uint8.
-      slots: [n] int32, distinct where they are inside the pool (of equal ones, any may win).
+      slots: [n] int32, distinct where they are inside the pool.
       records: [n, layout.bytes_per_token] uint8, from `quantize_rows`.
       layout, page_size: of the pool.
 
@@ -136,14 +136,15 @@ def write_records(
     if 0 in (n, pages.shape[0]):
         return pages
     inside = (slots >= 0) & (slots // page_size < pages.shape[0])
-    page, token = jnp.where(inside, slots // page_size, pages.shape[0]), slots % page_size
+    page, token = jnp.where(inside, slots // page_size, pages.shape[0] + lax.iota(jnp.int32, n)), slots % page_size
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
 
     def write(pages, start, part):
         at = jnp.stack([page, start], axis=-1)
-        return lax.scatter(pages, at, part, numbers, mode=lax.GatherScatterMode.FILL_OR_DROP)
+        # Of indices that may be equal XLA makes an atomic exchange for every byte.
+        return lax.scatter(pages, at, part, numbers, unique_indices=True, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
     pages = write(pages, token * layout.data_bytes, records[:, : layout.data_bytes])
     if layout.scales_behind_page:

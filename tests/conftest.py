@@ -11,7 +11,10 @@ os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
 HAS_NVIDIA_DRIVER = pathlib.Path("/dev/nvidiactl").exists()
-if not HAS_NVIDIA_DRIVER:
+if HAS_NVIDIA_DRIVER:
+    # XLA ends the process where a GPU is late for its first collective, as it may be where workers share the GPUs.
+    os.environ["XLA_FLAGS"] += " --xla_gpu_first_collective_call_terminate_timeout_seconds=300"
+else:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
@@ -20,6 +23,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.helpers import world
 from tests.helpers.aot import missing_for_aot, put_ptxas_on_path
 
 put_ptxas_on_path()
@@ -80,6 +84,15 @@ def _device(request):
     else:
         with jax.default_device(jax.devices("cpu")[0]):
             yield
+
+
+@pytest.fixture
+def fresh_caches():
+    """For tests that replace parts of the code: what JAX compiled with them, or without, must not be used again."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+    world.entry.cache_clear()
 
 
 @pytest.fixture

@@ -86,15 +86,6 @@ def test_bfloat16(world, rng):
     assert_close("out", out, world.oracle("c4", q, topk, where), abs_tol=8e-4, rel_tol=3.01 / 128)
 
 
-@pytest.fixture
-def fresh_caches():
-    """For tests that replace parts of the entry: what JAX compiled with them, or without, must not be used again."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-    entry.cache_clear()
-
-
 def test_gate_by_observation(world, rng, monkeypatch, fresh_caches):
     """Padded, multi-request, full and shorter chunks of one capacity: dense, dense, sparse, sparse, one trace."""
     for name in ("sparse_prefill", "dense_prefill"):

@@ -13,6 +13,7 @@ equal shares 119.5 us, a sixth of them left to short blocks 116.9 us, a block pe
 3.1 and 10.8 us.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ def unsupported(*layouts: KVLayout) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("layout", "page_size", "interpret"))
 def gather_dequant(
     pages: jax.Array,
     slots: jax.Array,
@@ -70,6 +72,10 @@ def gather_dequant(
     return _gather([(pages, slots, layout, page_size, num_slots)], interpret)
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=("compressed_layout", "compressed_page_size", "swa_layout", "swa_page_size", "interpret"),
+)
 def gather_workspace(
     compressed_pages: jax.Array | None,
     compressed_slots: jax.Array | None,

@@ -140,12 +140,14 @@ class _Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attention(q, pages, rows, attn_sink, options: _Options):
-    args, kwargs = (q, options.scopes(pages), rows, attn_sink), dict(sm_scale=options.sm_scale, d_v=options.d_v)
+    kwargs = dict(sm_scale=options.sm_scale, d_v=options.d_v)
     if options.implementation == "xla":
-        return reference.paged_mla_attention(*args, **kwargs)
+        return reference.paged_mla_attention(q, options.scopes(pages), rows, attn_sink, **kwargs)
     from pallas_kernels.paged_mla import mosaic_gpu
 
-    results = mosaic_gpu.paged_mla_attention(*args, **kwargs, interpret=options.interpret)
+    results = mosaic_gpu.paged_mla_attention(
+        q, pages, rows, attn_sink, layouts=options.pools, **kwargs, interpret=options.interpret
+    )
     return tuple(match_varying(x, *jax.tree.leaves((q, pages, rows, attn_sink))) for x in results)
 
 

@@ -126,12 +126,14 @@ def produce(
     feed(hw, shared, plan, items, q_ref, load, begin, fill)
 
 
+@functools.partial(jax.jit, static_argnames=("layouts", "sm_scale", "d_v", "interpret"))
 def paged_mla_attention(
     q: jax.Array,
-    scopes,
-    rows,
+    pages: tuple,
+    rows: tuple,
     attn_sink: jax.Array | None,
     *,
+    layouts: tuple[tuple[KVLayout, int], ...],
     sm_scale: float,
     d_v: int,
     interpret: Any = False,
@@ -139,8 +141,8 @@ def paged_mla_attention(
     """See `pallas_kernels.paged_mla_attention`; no dimension is 0. Returns (out, lse).
 
     Args:
-      scopes: ((pages, layout, page_size), ...), the main pool and perhaps the extra one.
-      rows: ((indices, topk_length), ...), one pair per scope.
+      pages, layouts: of the main pool and perhaps the extra one; a layout comes with the page size.
+      rows: ((indices, topk_length), ...), one pair per pool.
     """
     b, h_q, d = q.shape
     indices, lengths = zip(*rows)
@@ -149,14 +151,14 @@ def paged_mla_attention(
     sink = attn_sink if plan.parts == 1 else None
     hw = InterpretedPaged() if interpret else HopperPaged()
     blocks = plan.blocks(INTERPRETED_BLOCKS if interpret else SMS)
-    pools = tuple(Pool(layout, page_size, *pages.shape) for pages, layout, page_size in scopes)
+    pools = tuple(Pool(*layout, *x.shape) for layout, x in zip(layouts, pages))
     types = shared_types(hw, d)
-    through_ring = all(layout == KVLayout.V4 for _, layout, _ in scopes)
+    through_ring = all(pool.layout == KVLayout.V4 for pool in pools)
     scratch = [t for t in types if t is not None] + ([hw.stage_scratch()] if through_ring else [])
 
     def kernel(q_ref, *refs):
         refs = list(refs)
-        pages_refs, index_refs = ([refs.pop(0) for _ in scopes] for _ in range(2))
+        pages_refs, index_refs = ([refs.pop(0) for _ in pools] for _ in range(2))
         length_refs = [None if n is None else refs.pop(0) for n in lengths]
         sink_ref = None if sink is None else refs.pop(0)
         stage = refs.pop() if through_ring else None
@@ -170,7 +172,7 @@ def paged_mla_attention(
 
     optional = [x for x in (*lengths, sink) if x is not None]
     out, _, lse = launch(
-        kernel, (q.reshape(b * h_q, d), *(pages for pages, _, _ in scopes), *indices, *optional), s_q=b * plan.parts,
+        kernel, (q.reshape(b * h_q, d), *pages, *indices, *optional), s_q=b * plan.parts,
         h_q=h_q, dtype=jnp.bfloat16 if plan.parts == 1 else jnp.float32, scratch=scratch, blocks=blocks,
         name=KERNEL_NAME, interpret=interpret,
     )  # fmt: skip

@@ -5,6 +5,7 @@ selected KV rows with cp.async into the swizzled tiles, each as soon as its buff
 round ahead, one a thread. One outside kv, or in a column past topk_length, zero-fills its row and masks its logits.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -84,6 +85,7 @@ def gather(hw, shared: Shared, plan: Plan, items: Items, inputs):
     feed(hw, shared, plan, items, q_ref, load, lambda tokens: tokens, fill)
 
 
+@functools.partial(jax.jit, static_argnames=("sm_scale", "d_v", "interpret"))
 def sparse_mla_attention(
     q: jax.Array,
     kv: jax.Array,

@@ -36,6 +36,7 @@ TILE = plgpu.Layout.TILED(
 ROW = TILE.reduce(1)
 
 
+@functools.partial(jax.jit, static_argnames=("compress_ratio", "topk", "window", "interpret"))
 def combine_swa_indices(
     topk_indices: jax.Array | None,
     query_pos: jax.Array,

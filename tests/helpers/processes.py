@@ -22,7 +22,7 @@ def run_processes(port: int, num_processes: int, arguments: list[str], *, setup:
     ]  # fmt: skip
     try:
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            outputs = list(pool.map(lambda job: job.communicate(timeout=900), jobs))
+            outputs = list(pool.map(lambda job: job.communicate(timeout=400), jobs))
     finally:
         for job in jobs:
             job.kill()

@@ -33,7 +33,6 @@ def test_the_device_decides(monkeypatch):
 
     x = jnp.zeros(3)
     monkeypatch.setattr(jax, "devices", lambda platform=None: [Device] if platform in (None, "gpu") else ["cpu"])
-    assert common.runs_on_hopper() and not common.runs_on_hopper(x)  # x lies on the CPU
-    for default, hopper in (("gpu", True), ("cpu", False)):
+    for default, hopper in ((None, True), ("gpu", True), ("cpu", False)):
         with jax.default_device(default):
-            assert common.runs_on_hopper() is hopper
+            assert common.runs_on_hopper() is hopper and not common.runs_on_hopper(x)  # x lies on the CPU

@@ -106,7 +106,7 @@ def check(s, interpret=False):
     ids=str,
 )
 @pytest.mark.parametrize("parts", [1, 3])
-def test_interpreted(rng, monkeypatch, kwargs, parts):
+def test_interpreted(rng, monkeypatch, fresh_caches, kwargs, parts):
     monkeypatch.setattr(mosaic_gpu, "parts_of_query", lambda *_: parts)
     check(scene(rng, **kwargs), INTERPRET)
 
@@ -140,7 +140,7 @@ def test_a_pool_without_pages_adds_nothing(rng):
         np.testing.assert_array_equal(a, b)
 
 
-def test_race_detection_finds_an_early_arrival(rng, monkeypatch):
+def test_race_detection_finds_an_early_arrival(rng, monkeypatch, fresh_caches):
     """Positive control: a half tile that is announced before it is written."""
 
     def convert(stage, turn, halves, j, pages_refs, now, then, layout, scales, buffer, barriers, k):

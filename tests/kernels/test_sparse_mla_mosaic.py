@@ -159,7 +159,7 @@ def test_large_steps_of_the_maximum():
         assert_sparse_close(got, sparse_attention(q, kv, indices[:, columns], 1.0))
 
 
-def test_race_detection_finds_an_early_arrival(monkeypatch):
+def test_race_detection_finds_an_early_arrival(monkeypatch, fresh_caches):
     """Positive control: a buffer that is announced before it is filled."""
 
     def copy_rows(rows_ref, numbers, first_chunk, buffer, barriers, k, *, keep):

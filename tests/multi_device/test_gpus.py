@@ -125,9 +125,7 @@ def test_chunk_after_chunk(devices, cp, kind, monkeypatch):
 @pytest.mark.parametrize("names", [("dp", "cp"), ("cp", "tp")])
 def test_meshes(world, rng, devices, names, axis_type):
     """Replicas beside the ranks; heads over a second axis; devices in reverse order."""
-    if len(devices) < 4:
-        pytest.skip(f"two mesh axes need 4 devices, there are {len(devices)}")
-    shape = (len(devices) // 2, 2)
+    shape = (max(len(devices) // 2, 1), 2)
     mesh = Mesh(np.array(devices[::-1][: 2 * shape[0]]).reshape(shape), names, axis_types=(axis_type,) * 2)
     cp, head_axis = mesh.shape["cp"], "tp" if "tp" in names else None
     world = dataclasses.replace(world, token_capacity=ROWS * cp)
@@ -139,7 +137,7 @@ def test_meshes(world, rng, devices, names, axis_type):
 
 
 def test_one_process_per_gpu(devices, port, tmp_path):
-    """The main job with a process for each device."""
+    """The main job, with c4 layers alone, and a process for each device."""
     virtual = devices[0].platform == "cpu"
     n = 2 if virtual else len(devices)
     arguments = [f"--cp={n}", "--quick", f"--json={tmp_path / 'report.json'}"]
@@ -150,14 +148,15 @@ def test_one_process_per_gpu(devices, port, tmp_path):
     def env(i):
         if virtual:
             return dict(JAX_PLATFORMS="cpu", XLA_FLAGS="")
-        return dict(CUDA_VISIBLE_DEVICES=str(i), XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS="")
+        flags = "--xla_gpu_autotune_level=0 --xla_gpu_first_collective_call_terminate_timeout_seconds=300"
+        return dict(CUDA_VISIBLE_DEVICES=str(i), XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_FLAGS=flags)
 
-    done = run_processes(port, n, arguments, setup='validate.KINDS = ("c4",)' if virtual else "", env=env)
+    done = run_processes(port, n, arguments, setup='validate.KINDS = ("c4",)', env=env)
     assert [code for code, _, _ in done] == [0] * n, "".join(err for _, _, err in done)
     assert "passed:" in done[0][1] and not any("passed" in out for _, out, _ in done[1:])
 
 
-@pytest.mark.parametrize("kind", ["c4", "c128"])
+@pytest.mark.parametrize("kind", ["c128", "c4"])  # the peak of a process is that of all its tests
 def test_a_million_tokens(devices, kind, rng, request):
     """cp 2 behind 1,048,576 cached tokens, q = 0, one-hot rows: every output counts the keys of its row.
 
@@ -216,7 +215,10 @@ def test_a_million_tokens(devices, kind, rng, request):
     args = q, place(plan, P()), place(swa, P()), place(compressed, P()), ranked
     program = jax.jit(run).lower(*args).compile()
     before = 0 if virtual else devices[1].memory_stats()["bytes_in_use"]
-    out = np.asarray(merge_round_robin(program(*args), 2, capacity)).astype(np.float32)
+    out = jax.block_until_ready(program(*args))
+    peak = 0 if virtual else devices[1].memory_stats()["peak_bytes_in_use"]
+    out = np.asarray(out).reshape(2, capacity // 2, -1, 512).swapaxes(0, 1).reshape(capacity, -1, 512)
+    out = out.astype(np.float32)
 
     seen = np.zeros((capacity, 512), np.int64)
     for row in range(capacity):
@@ -232,6 +234,6 @@ def test_a_million_tokens(devices, kind, rng, request):
     if not virtual:
         memory = program.memory_analysis()
         planned = memory.temp_size_in_bytes + memory.output_size_in_bytes
-        grown = devices[1].memory_stats()["peak_bytes_in_use"] - before
+        grown = peak - before
         print(f"{kind} behind {prefix} tokens: {grown / 1e6:.0f} MB on the second GPU, planned {planned / 1e6:.0f} MB")
         assert grown <= planned + (64 << 20)

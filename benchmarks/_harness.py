@@ -24,6 +24,8 @@ import numpy as np
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes, and torch, use the same GPU
 FLUSH_BYTES = 2 << 30
+UNTUNED = dict(xla_gpu_autotune_level=0)
+"""Compiler options of what is compared with, not timed: XLA tunes matrix products on the GPU, where others measure."""
 
 
 @contextlib.contextmanager

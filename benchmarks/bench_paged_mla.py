@@ -48,7 +48,8 @@ def main():
     for case in harness.of_part(cases(args.quick), args.part):
         programs = []
         for implementation, build in (("mosaic_gpu", arrays), ("xla", lambda case: first_rows(arrays(case)))):
-            run = jax.jit(functools.partial(paged_mla_attention, **STATICS, implementation=implementation))
+            run = functools.partial(paged_mla_attention, **STATICS, implementation=implementation)
+            run = jax.jit(run, compiler_options=harness.UNTUNED)
             programs.append(run.lower(**jax.eval_shape(functools.partial(build, case))).compile())
         with harness.alone():
             measure(results, flashmla, case, *programs)

@@ -36,6 +36,7 @@ from dsa_cp_jax import (
     make_plan,
     paths,
 )
+from dsa_cp_jax.attention import hide_unseen
 from dsa_cp_jax.config import compress_ratio
 from dsa_cp_jax.engine import page_map
 from dsa_cp_jax.paths import dense_prefill, sparse_prefill
@@ -92,7 +93,7 @@ class Workload:
         return f"{self.kind}_p{self.prefix}_e{self.extend}{batch}_cp{self.cp_size}_{model}"
 
     def of_rank(self, cp_rank: int = 0) -> tuple:
-        """What `sparse_prefill` and `dense_prefill` take."""
+        """What `run_path` takes."""
         split = functools.partial(rank_rows, cp_size=self.cp_size, cp_rank=cp_rank)
         q, pos, req = map(split, (self.q, self.plan.query_pos, self.plan.query_req))
         return q, pos, req, self.plan, *self.pools[0], None if self.topk is None else split(self.topk), self.sink
@@ -161,6 +162,12 @@ def by_stage(names: list[str], times: np.ndarray) -> dict[str, float]:
 PATHS = dict(sparse=sparse_prefill, dense=dense_prefill)
 
 
+def run_path(path: str, q, pos, req, plan, swa_pool, pool, topk, sink, *, kind: str, **how) -> jax.Array:
+    """One path of `dsa_prefill_attention_local`, for one rank's rows."""
+    topk = None if topk is None else hide_unseen(topk, pos, kind)
+    return PATHS[path](q, pos, req, plan, swa_pool, pool, topk, sink, kind=kind, **how)
+
+
 def compiled(workloads: list[Workload], with_arguments: bool) -> list[tuple[Workload, dict[str, Callable]]]:
     """Programs of each workload: the paths, one rank's share, and "plain", the reference of the first rows.
 
@@ -170,9 +177,10 @@ def compiled(workloads: list[Workload], with_arguments: bool) -> list[tuple[Work
     for i, workload in enumerate(workloads):
         args, how = workload.of_rank(), dict(kind=workload.kind, config=workload.config)
         few = [x[:CHECKED_ROWS] if j in (0, 1, 2, 6) and x is not None else x for j, x in enumerate(args)]
-        jobs[i, "plain"] = jax.jit(functools.partial(dense_prefill, **how, implementation="xla")), few
-        for path, prefill in PATHS.items():
-            jobs[i, path] = jax.jit(functools.partial(prefill, **how, implementation=IMPLEMENTATION)), args
+        plain = functools.partial(run_path, "dense", **how, implementation="xla")
+        jobs[i, "plain"] = jax.jit(plain, compiler_options=harness.UNTUNED), few
+        for path in PATHS:
+            jobs[i, path] = jax.jit(functools.partial(run_path, path, **how, implementation=IMPLEMENTATION)), args
             if with_arguments:
                 jobs[i, f"{path} arguments"] = jax.jit(functools.partial(kernel_arguments, path, workload)), args
     calls: list[dict[str, Callable]] = [{} for _ in workloads]
@@ -247,7 +255,7 @@ def kernel_arguments(path: str, workload: Workload, *args):
 
     name = dict(sparse="sparse_mla_attention", dense="paged_mla_attention")[path]
     with mock.patch.object(paths, name, kernel):
-        PATHS[path](*args, kind=workload.kind, config=workload.config, implementation=IMPLEMENTATION)
+        run_path(path, *args, kind=workload.kind, config=workload.config, implementation=IMPLEMENTATION)
     arrays, named = seen
     return arrays[:4] if path == "sparse" else (*arrays[2:4], *map(named.get, ("extra_indices", "extra_topk_length")))
 

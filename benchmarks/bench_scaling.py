@@ -4,10 +4,12 @@ The workload of bench_prefill.py, with the exchange of the chunk's KV (584 bytes
 `layers` is the attention alone; `blocks` is the whole attention block with its projections, which exchanges what the
 compressors need as well (c0 and c128: in c4 blocks plain JAX makes the top-k, which takes most of the time).
 
-A program has four layers, each waiting for the one before, on pools of its own. Time per layer: host time of 10 calls
-in a row / 40, median of 5. The slowest GPU counts, and a call is enqueued while the one before it runs. A profiler
-trace of more calls says what the kernels took: the largest time of a stage over the GPUs; of NCCL's kernels the least,
-because the other GPUs wait in theirs. (No ceiling is measured here: its timer and the profiler exclude one another.)
+A program has four layers, each waiting for the one before, on pools (and with a top-k) of its own. For that waiting
+a bit enters each row that is sent: two short kernels that a real layer does not have, and cp 1 only in part. Time per
+layer: host time of 10 calls in a row / 40, median of 5. The slowest GPU counts, and a call is enqueued while the one
+before it runs. A profiler trace of more calls says what the kernels took: the largest time of a stage over the GPUs; of
+NCCL's kernels the least, because the other GPUs wait in theirs. (No ceiling is measured here: its timer and the
+profiler exclude one another.)
 """
 
 import functools
@@ -29,6 +31,7 @@ from dsa_cp_jax.modules import CompressedCache, DSAAttention, LayerCache, gather
 from pallas_kernels import KVLayout, quantize_rows
 
 LAYERS, CALLS, REPEATS, TRACED_CALLS = 4, 10, 5, 4
+CHECKED_ROWS = 48  # divisible by every cp_size up to 4
 
 
 def chained_layers(workload: prefill.Workload, mesh: Mesh):
@@ -45,15 +48,16 @@ def chained_layers(workload: prefill.Workload, mesh: Mesh):
         return dsa_prefill_attention_local(q, plan, swa, compressed, topk, sink, **how), swa
 
     def local(sink, rows, plan, pools):
-        q, topk, records = rows
+        q, topks, records = rows
         out, written = q, []
-        for swa, compressed in pools:
+        for topk, (swa, compressed) in zip(topks, pools):
             out, swa = layer(q, topk, records, sink, plan, swa, compressed)
             records = records ^ jnp.isinf(out[0, 0, 0]).astype(jnp.uint8)  # the next layer waits for this one
             written.append((swa, compressed))
         return out, written
 
-    rows = workload.q, workload.topk, quantize_rows(workload.q[:, 0], layout=KVLayout.V4)
+    topks = [None if workload.topk is None else jnp.roll(workload.topk, i, axis=1) for i in range(LAYERS)]
+    rows = workload.q, topks, quantize_rows(workload.q[:, 0], layout=KVLayout.V4)
     rows = jax.tree.map(functools.partial(split_round_robin, cp_size=mesh.size), rows)
     return shard_over_cp(local, mesh), (workload.sink, rows, workload.plan, workload.pools)
 
@@ -94,7 +98,7 @@ def device_kernels(run: Callable[[], object]) -> dict[str, list]:
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(run())
         profiles = [jax.profiler.ProfileData.from_file(str(file)) for file in pathlib.Path(folder).rglob("*.xplane.pb")]
-    return {
+    kernels = {
         plane.name: [
             (event.name, event.duration_ns / 1e3)
             for line in plane.lines
@@ -105,6 +109,7 @@ def device_kernels(run: Callable[[], object]) -> dict[str, list]:
         for plane in profile.planes
         if plane.name.startswith("/device:GPU")
     }
+    return {device: events for device, events in kernels.items() if events}  # others of the host are idle
 
 
 def compiled(build: Callable, workloads: list[prefill.Workload], mesh: Mesh):
@@ -146,22 +151,33 @@ def time_per_layer(program, args: list) -> tuple[tuple[float, float], dict[str, 
     return (float(np.median(times)), min(times)), {stage: us for stage, us in stages.items() if us}
 
 
+def first_rows(out: jax.Array, cp: int) -> np.ndarray:
+    """Chunk rows 0..CHECKED_ROWS - 1 of an array in rank order over the GPUs of this process."""
+    shards = sorted(out.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    rows = [np.asarray(shard.data[: CHECKED_ROWS // cp].astype(jnp.float32)) for shard in shards]
+    return np.stack(rows, axis=1).reshape(-1, *out.shape[1:])
+
+
 def scaling(results, what: str, config, extend: int, cp_sizes):
-    """Rows of every layer kind at every cp_size; their ratio is to the first."""
+    """Rows of every layer kind at every cp_size; ratio and error are to the first."""
     build = dict(layers=chained_layers, blocks=chained_blocks)[what]
     kinds = [kind for kind in prefill.MIX if what == "layers" or kind != "c4"]
     first: dict[str, float] = {}
+    first_out: dict[str, np.ndarray] = {}
     for cp in cp_sizes:
         mesh, us, flop = Mesh(np.array(jax.devices()[:cp]), ("cp",)), {}, {}
         workloads = [prefill.make_workload(config, kind, prefill.PREFIX, extend, cp, layers=LAYERS) for kind in kinds]
         for workload, program, args in compiled(build, workloads, mesh):
+            out, args[3] = program(*args)
+            out = first_rows(out, cp)
+            error = float(np.abs(out - first_out.setdefault(workload.kind, out)).max())
             times, stages = time_per_layer(program, args)
             us[workload.kind], flop[workload.kind] = times[0], workload.flop()
             baseline = dict(
                 baseline_us=round(first.setdefault(workload.kind, times[0]), 2), baseline=f"cp {cp_sizes[0]}"
             )
             row = harness.flop_row(
-                f"prefill_{what}", workload.case, prefill.IMPLEMENTATION, times, workload.flop(), max_abs_err=None,
+                f"prefill_{what}", workload.case, prefill.IMPLEMENTATION, times, workload.flop(), max_abs_err=error,
                 stages=stages, ceiling=False, **baseline,
             )  # fmt: skip
             results.add(**row)

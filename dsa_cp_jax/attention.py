@@ -97,6 +97,11 @@ def check_cp(plan: ChunkPlan, cp_axis: str | None):
     return cp_rank
 
 
+def hide_unseen(topk_indices: jax.Array, query_pos: jax.Array, kind: str) -> jax.Array:
+    """-1 for each entry that its query must not see, whatever the indexer says; arrays [rows, topk] and [rows]."""
+    return jnp.where(topk_indices < visible_entries(query_pos, kind)[:, None], topk_indices, -1)
+
+
 def dsa_prefill_attention_local(
     q,
     plan: ChunkPlan,
@@ -146,9 +151,8 @@ def dsa_prefill_attention_local(
         path=path,
     )
     query_pos, query_req = (rank_rows(x, cp_size, cp_rank) for x in (plan.query_pos, plan.query_req))
-    if topk_indices is not None:  # an entry that the query must not see is none, whatever the indexer says
-        seen = topk_indices < visible_entries(query_pos, kind)[:, None]
-        topk_indices = jnp.where(seen, topk_indices, -1)
+    if topk_indices is not None:
+        topk_indices = hide_unseen(topk_indices, query_pos, kind)
 
     def run(prefill):
         out = prefill(

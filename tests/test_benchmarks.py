@@ -14,7 +14,17 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import _harness as harness
-from benchmarks import bench_paged_mla, bench_prefill, bench_sparse_mla, plots, profile_kernel, profile_layer, small
+from benchmarks import (
+    bench_paged_mla,
+    bench_prefill,
+    bench_scaling,
+    bench_sparse_mla,
+    plots,
+    profile_kernel,
+    profile_layer,
+    small,
+)
+from dsa_cp_jax import DSAConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -107,6 +117,22 @@ def test_prefill_benchmark(without_gpu, monkeypatch):
     kinds = [(row["op"], row["case"].split("_")[0], row["us"]) for row in rows]
     assert kinds == [(f"prefill_{p}", k, us) for k, us in (("c4", 2), ("mix", 86)) for p in ("sparse", "dense")]
     assert rows[0]["stages"] == dict(attention=1, other=1) and max(row["max_abs_err"] or 0 for row in rows) < 0.01
+
+
+@pytest.mark.parametrize("what", ["layers", "blocks"])
+def test_scaling_benchmark(without_gpu, monkeypatch, what):
+    """cp 2 on virtual devices gives the rows of cp 1."""
+    for name, value in dict(LAYERS=2, CALLS=1, REPEATS=1, TRACED_CALLS=1).items():
+        monkeypatch.setattr(bench_scaling, name, value)
+    monkeypatch.setattr(bench_prefill, "MODELS", dict(flash=DSAConfig.tiny()))
+    monkeypatch.setattr(bench_prefill, "PREFIX", 256)
+    monkeypatch.setattr(bench_prefill, "MIX", dict(c4=21, c128=20))
+    rows = without_gpu(bench_scaling, what, "--models", "flash", "--extends", "128", "--cp", "1", "2")
+    kinds = ["c4", "c128", "mix"] if what == "layers" else ["c128"]
+    assert [row["case"].split("_")[0] for row in rows] == kinds * 2
+    assert [row["ratio"] for row in rows[: len(kinds)]] == [1.0] * len(kinds)
+    errors = [row["max_abs_err"] for row in rows if row["max_abs_err"] is not None]
+    assert max(errors) < dict(layers=0.02, blocks=0.1)[what], errors  # blocks: bfloat16 of larger values
 
 
 def test_list_on_this_machine():

@@ -48,7 +48,8 @@ def commands(gpus: int, flashmla: list[str], out: list[str]) -> list[list[str]]:
         ["bench_prefill", "growth"], ["bench_prefill", "plot"],
     ]  # fmt: skip
     several = [["bench_scaling", "layers"], ["bench_scaling", "blocks"]] if gpus > 1 else []
-    return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several]
+    without_rows = [["benchmarks.compare_flashmla"], ["benchmarks.profile_kernel"], ["benchmarks.profile_layer"]]
+    return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several] + without_rows
 
 
 def processes(command: list[str], gpus: int) -> list[tuple[list[str], dict[str, str]]]:
@@ -69,7 +70,8 @@ def main() -> int:
         out = ROOT / "build" / f"{datetime.date.today().isoformat()}-cpu-small.jsonl"
         out.parent.mkdir(exist_ok=True)
     flashmla = flashmla_library()
-    todo = [*commands(gpus, flashmla, ["--out", str(out)] if out else []), ["benchmarks.plots"]]
+    of_rows = ["--results", str(out)] if out and gpus else []  # the times of a CPU are not drawn
+    todo = [*commands(gpus, flashmla, ["--out", str(out)] if out else []), ["benchmarks.plots", *of_rows]]
     print(f"{gpus} Hopper GPUs, FlashMLA {'installed' if flashmla else 'not installed'}")
     failed = []
     for command in todo:

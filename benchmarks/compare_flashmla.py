@@ -224,11 +224,7 @@ def differences(out, lse, their_out, their_lse) -> dict:
 
 
 def time_both(ours: Callable, theirs: Callable) -> dict:
-    import torch
-
-    their_us, _ = harness.device_us(
-        lambda i: theirs(), launches=LAUNCHES, ready=lambda _: torch.cuda.synchronize()
-    )  # fmt: skip
+    their_us, _ = harness.torch_device_us(theirs, launches=LAUNCHES)
     us, _ = harness.device_us(lambda i: ours(), launches=LAUNCHES)
     return dict(flashmla_us=round(their_us, 2), us=round(us, 2), ratio=round(their_us / us, 3))
 

@@ -1,4 +1,4 @@
-"""Draws the recorded rows for people: python -m benchmarks.plots [--results FOLDER] [--out FOLDER]
+"""Draws the recorded rows for people: python -m benchmarks.plots [--results FILE|FOLDER] [--out FOLDER]
 
   roofline.png   every kernel under the ceiling measured in its run: data movement by bytes, attention by FLOP per byte
   flashmla.png   FlashMLA's time over ours, where both were timed in the same run
@@ -17,10 +17,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 COLORS = ["#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b"]
 
 
-def load(folder: pathlib.Path) -> list[dict]:
-    """The rows of all JSONL files, files in order of their names; the last of each case only."""
+def load(results: pathlib.Path) -> list[dict]:
+    """The rows of a JSONL file, or of all in a folder in the order of their names; the last of each case only."""
     last: dict[tuple, dict] = {}
-    for file in sorted(folder.glob("*.jsonl")):
+    for file in sorted(results.glob("*.jsonl")) if results.is_dir() else [results]:
         for line in file.read_text().splitlines():
             row = json.loads(line)
             key = row["op"], row["case"], row.get("features"), row["implementation"]

@@ -36,7 +36,7 @@ def timeline(events: list[tuple[str, str, float, float]]) -> str:
 
 def events_of(folder: pathlib.Path) -> list[tuple[str, str, float, float]]:
     """(stream, kernel, start, duration) of the first GPU in a folder with a trace."""
-    (file,) = folder.rglob("*.xplane.pb")
+    file = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     planes = {plane.name: plane for plane in jax.profiler.ProfileData.from_file(str(file)).planes}
     device = min((name for name in planes if name.startswith("/device:GPU")), default=None)
     if device is None:

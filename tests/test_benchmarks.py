@@ -32,13 +32,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 def test_every_benchmark_is_run():
     files = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
     on_two = [module.removeprefix("benchmarks.") for module, *_ in bench.commands(2, [], [])]
-    assert files == set(on_two)
+    assert files | {path.stem for path in (ROOT / "benchmarks").glob("[cp]*_*.py")} == set(on_two)
     for name in files:  # and every part of it
         parts = re.search(r'add_argument\("what", choices=\(([^)]*)\)', (ROOT / f"benchmarks/{name}.py").read_text())
         run = {more[0] for module, *more in bench.commands(2, [], []) if module == f"benchmarks.{name}" and more}
         assert run == set(re.findall(r"\w+", parts[1]) if parts else ())
     on_one = bench.commands(1, ["--flashmla", "lib"], ["--out", "rows"])
-    assert all(command[-2:] == ["--out", "rows"] for command in on_one)
+    assert all(command[-2:] == ["--out", "rows"] for command in on_one if ".bench_" in command[0])
     assert sum("--flashmla" in command for command in on_one) == 3 and "benchmarks.bench_scaling" not in str(on_one)
     assert bench.commands(0, [], []) == [["benchmarks.small"]]
 
@@ -143,7 +143,7 @@ def test_list_on_this_machine():
 
 
 def test_small_sizes_are_called_so_and_have_no_rates(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(small, "SIZES", dict(xla=dict(rows=2, h_q=1)))
+    monkeypatch.setattr(small, "SIZES", {key: dict(rows=2, h_q=1) for key in ("xla", "interpreter")})
     small.measure(tmp_path / "rows.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {row["op"] for row in rows} == {
@@ -152,7 +152,7 @@ def test_small_sizes_are_called_so_and_have_no_rates(monkeypatch, tmp_path, caps
     assert all(row["size"] == "small" and row["us"] > 0 and row["clock"] == "host" for row in rows)
     assert not any({"tflops", "gbps", "ceiling_share"} & set(row) for row in rows)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and all(line.startswith("small size, CPU") and "FLOP" not in line for line in lines)
+    assert len(lines) == 8 and all(line.startswith("small size, CPU") and "FLOP" not in line for line in lines)
 
 
 def rows_of_every_kind() -> list[dict]:

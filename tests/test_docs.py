@@ -60,12 +60,29 @@ def test_every_page_can_be_reached_from_the_readme():
 
 
 def test_measured_figures_are_recorded():
-    """Every time in the README's table is a row of benchmarks/results, rounded."""
+    """Every line of the README's table is a row of benchmarks/results: time, rate, baseline and ratio, rounded."""
     files = (ROOT / "benchmarks" / "results").glob("*.jsonl")
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     section = (ROOT / "README.md").read_text().split("## Measured")[1].split("##")[0]
-    figures = re.findall(r"([\d,]+(?:\.(\d+))?) µs", section)
-    assert len(figures) > 8
-    for figure, decimals in figures:
-        want = float(figure.replace(",", ""))
-        assert any(round(row["us"], len(decimals)) == want for row in rows), f"{figure} µs"
+    lines = [line.strip("| ").split("|") for line in re.findall(r"^\|.*µs.*", section, re.M)]
+    assert len(lines) >= 8 and len(re.findall(r"µs", section)) == sum("".join(line).count("µs") for line in lines)
+
+    def says(cell: str, *values: float | None) -> bool:
+        """Whether the numbers in a cell are these, rounded as they are there."""
+        numbers = re.findall(r"\d[\d,]*(?:\.(\d+))?", cell), re.findall(r"\d[\d,]*(?:\.\d+)?", cell)
+        return len(numbers[0]) == len(values) and all(
+            value is not None and round(value, len(decimals)) == float(number.replace(",", ""))
+            for decimals, number, value in zip(*numbers, values)
+        )
+
+    for name, ours, xla, baseline, ratio in lines:
+        found = [
+            row for row in rows
+            if (row["implementation"] == "mosaic_gpu"
+            and says(ours, row["us"], row["tflops"] if "tflops" in row else row["gbps"] / 1e3))
+            or says(ours, row["us"])
+        ]  # fmt: skip
+        found = [row for row in found if says(baseline, row["baseline_us"]) and says(ratio, row["ratio"])]
+        assert len({row["case"] for row in found}) == 1, name
+        plain = [row for row in rows if row["implementation"] == "xla" and row["case"] == found[0]["case"]]
+        assert not xla.strip() or any(says(xla, row["us"]) for row in plain), name

@@ -120,6 +120,10 @@ class Plan(NamedTuple):
         """Blocks of the grid: whole teams, at most `most` blocks and one for every item."""
         return self.team_size * min(self.queries * self.parts, max(1, most // self.team_size))
 
+    def row(self, query):
+        """Row of q, of the indices and of the lengths."""
+        return query if self.parts == 1 else lax.rem(query, self.queries)
+
     def rounds(self, lengths):
         """(first round, rounds, rounds of each scope) of an item; lengths: what `Items.request` gave."""
         each = [lax.div(jnp.clip(n, 0, most) + (PAIR - 1), PAIR) for n, most in zip(lengths, self.columns)]
@@ -176,10 +180,6 @@ class Plan(NamedTuple):
             return jnp.maximum(self.rounds(lengths)[1], 1) + zero
 
         return Items(count, lax.rem(block, self.team_size) * HEADS, query, request, pairs)
-
-    def row(self, query):
-        """Row of q, of the indices and of the lengths."""
-        return query if self.parts == 1 else lax.rem(query, self.queries)
 
 
 def wait_until_free(hw, shared: Shared, k: int, count):

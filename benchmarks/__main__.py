@@ -21,13 +21,19 @@ PARTS = 4
 IN_PARTS = {"benchmarks.bench_sparse_mla", "benchmarks.bench_paged_mla", "benchmarks.bench_prefill"}
 
 
-def hopper_gpus() -> int:
-    """GPUs of compute capability 9.0, without starting JAX: it would take their memory."""
+def hopper_gpus() -> list[str]:
+    """GPUs of compute capability 9.0, as CUDA_VISIBLE_DEVICES names them, of those that it lets us see.
+
+    Without starting JAX, which would open them all.
+    """
+    query = ["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"]
     try:
-        query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True).stdout.split().count("9.0")
+        found = [line.split(", ") for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines()]
     except FileNotFoundError:
-        return 0
+        return []
+    hopper = [gpu for gpu in found if gpu[-1] == "9.0"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(index for index, *_ in found))
+    return [name for name in visible.split(",") if any(name in gpu[:2] for gpu in hopper)]
 
 
 def flashmla_library() -> list[str]:
@@ -52,12 +58,12 @@ def commands(gpus: int, flashmla: list[str], out: list[str]) -> list[list[str]]:
     return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several] + without_rows
 
 
-def processes(command: list[str], gpus: int) -> list[tuple[list[str], dict[str, str]]]:
+def processes(command: list[str], gpus: list[str]) -> list[tuple[list[str], dict[str, str]]]:
     """Arguments of `python -m` and what to add to the environment, for each process of a command."""
     if command[0] not in IN_PARTS or "plot" in command:
         return [(command, {})]
-    n = PARTS * gpus
-    return [([*command, "--part", f"{i}/{n}"], dict(CUDA_VISIBLE_DEVICES=str(i % gpus))) for i in range(n)]
+    n = PARTS * len(gpus)
+    return [([*command, "--part", f"{i}/{n}"], dict(CUDA_VISIBLE_DEVICES=gpus[i % len(gpus)])) for i in range(n)]
 
 
 def main() -> int:
@@ -71,8 +77,8 @@ def main() -> int:
         out.parent.mkdir(exist_ok=True)
     flashmla = flashmla_library()
     of_rows = ["--results", str(out)] if out and gpus else []  # the times of a CPU are not drawn
-    todo = [*commands(gpus, flashmla, ["--out", str(out)] if out else []), ["benchmarks.plots", *of_rows]]
-    print(f"{gpus} Hopper GPUs, FlashMLA {'installed' if flashmla else 'not installed'}")
+    todo = [*commands(len(gpus), flashmla, ["--out", str(out)] if out else []), ["benchmarks.plots", *of_rows]]
+    print(f"{len(gpus)} Hopper GPUs, FlashMLA {'installed' if flashmla else 'not installed'}")
     failed = []
     for command in todo:
         print("$ python -m", *command, flush=True)

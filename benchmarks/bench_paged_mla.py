@@ -46,13 +46,9 @@ def main():
     results = harness.Results(args.out)
     flashmla = load_flashmla(args.flashmla) if args.flashmla else None
     for case in harness.of_part(cases(args.quick), args.part):
-        programs = []
-        for implementation, build in (("mosaic_gpu", arrays), ("xla", lambda case: first_rows(arrays(case)))):
-            run = functools.partial(paged_mla_attention, **STATICS, implementation=implementation)
-            run = jax.jit(run, compiler_options=harness.UNTUNED)
-            programs.append(run.lower(**jax.eval_shape(functools.partial(build, case))).compile())
+        run, plain = programs(case)
         with harness.alone():
-            measure(results, flashmla, case, *programs)
+            measure(results, flashmla, case, run, plain)
 
 
 def arrays(case: Case) -> dict:
@@ -80,6 +76,15 @@ def first_rows(given: dict) -> dict:
     """The arguments for the rows that are checked."""
     whole = ("pages", "extra_pages", "attn_sink")
     return {name: x if name in whole else x[:CHECKED_ROWS] for name, x in given.items()}
+
+
+def programs(case: Case):
+    """The kernel, and plain jnp for the first rows."""
+    run = jax.jit(functools.partial(paged_mla_attention, **STATICS, implementation="mosaic_gpu"))
+    plain = functools.partial(paged_mla_attention, **STATICS, implementation="xla")
+    plain = jax.jit(plain, compiler_options=harness.UNTUNED)
+    given, few = (jax.eval_shape(make) for make in (lambda: arrays(case), lambda: first_rows(arrays(case))))
+    return run.lower(**given).compile(), plain.lower(**few).compile()
 
 
 def measure(results, flashmla, case: Case, run, plain):

@@ -8,8 +8,8 @@ apart, the device time of each (CUPTI, the median of the launches, 2 GiB written
 Without a GPU or without FlashMLA it says what is missing and compares with stored outputs of FlashMLA instead.
 The exit code is 1 if something disagrees (cosine difference of 2e-5, lse apart by 1e-4, or an infinity in one only).
 
-JAX takes 75% of a GPU's memory when it starts; with torch in the same process it must not: this script sets
-XLA_PYTHON_CLIENT_PREALLOCATE=false before JAX starts, unless the variable is set already.
+JAX takes 75% of a GPU's memory when it starts; with torch in the same process it must not: the benchmarks set
+XLA_PYTHON_CLIENT_PREALLOCATE=false before that, unless the variable is set already.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import importlib.metadata
 import inspect
 import json
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Callable
@@ -371,7 +370,6 @@ def find_working() -> tuple[FlashMLA | None, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, help="file to write the rows to")
     parser.add_argument("--quick", action="store_true", help="one case per op")

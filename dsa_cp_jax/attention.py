@@ -98,7 +98,12 @@ def check_cp(plan: ChunkPlan, cp_axis: str | None):
 
 
 def hide_unseen(topk_indices: jax.Array, query_pos: jax.Array, kind: str) -> jax.Array:
-    """-1 for each entry that its query must not see, whatever the indexer says; arrays [rows, topk] and [rows]."""
+    """topk_indices [rows, topk] int32, -1 for each entry that its query must not see, whatever the indexer says.
+
+    Args:
+      query_pos: [rows] int32 positions of the queries.
+      kind: "c4".
+    """
     return jnp.where(topk_indices < visible_entries(query_pos, kind)[:, None], topk_indices, -1)
 
 

@@ -120,7 +120,7 @@ def write_records(
 
     Args:
       pages: [num_pages, stride] uint8.
-      slots: [n] int32, distinct where they are inside the pool.
+      slots: [n] int32, distinct where they are inside the pool; what equal ones hold afterwards is undefined.
       records: [n, layout.bytes_per_token] uint8, from `quantize_rows`.
       layout, page_size: of the pool.
 

@@ -118,6 +118,14 @@ def attend(
     def rescale(o, m, new_m, factor):
         return lax.cond(hw.any_differs(m, new_m) != 0, lambda o: o * spread(factor, HALF), lambda o: o, o)
 
+    def probabilities(s, o, l, m, new_m):
+        """P in bf16, and output and row sums with P's, all to the new reference."""
+        a = jnp.exp2(m - new_m)
+        p = jnp.exp2(s - spread(new_m, ROWS))
+        l = l * a + hw.quad_sums(p)
+        o = rescale(o, m, new_m, a)
+        return p.astype(jnp.bfloat16), o, l
+
     def finish(w, o, m, l, query):
         """Normalises and stores this warpgroup's half of the output; m in log2 units. Returns (some key, lse)."""
         total = hw.sum_quads(l) + read_rows(shared.sums[1 - w])
@@ -153,11 +161,7 @@ def attend(
                 m0 = reference(m, highest0)
                 shared.maxima[0][...] = m0
                 arrive(TURN + 0)
-                a = jnp.exp2(m - m0)
-                p = jnp.exp2(s - spread(m0, ROWS))
-                l = l * a + hw.quad_sums(p)
-                o = rescale(o, m, m0, a)
-                p_own = p.astype(jnp.bfloat16)
+                p_own, o, l = probabilities(s, o, l, m, m0)
 
             def own_tile(accs):
                 hw.wgmma(accs[0], p_own, shared.left0.at[z])
@@ -243,11 +247,7 @@ def attend(
                 m1 = reference(read_rows(shared.maxima[0]), highest1)
                 shared.maxima[1][...] = m1
                 arrive(TURN + 1)
-                a = jnp.exp2(m - m1)
-                p = jnp.exp2(s - spread(m1, ROWS))
-                l = l * a + hw.quad_sums(p)
-                o = rescale(o, m, m1, a)
-                p_own = p.astype(jnp.bfloat16)
+                p_own, o, l = probabilities(s, o, l, m, m1)
 
             def both_tiles(accs):
                 hw.wgmma(accs[0], p_own, v_right(shared.right1, z))

@@ -36,6 +36,8 @@ HEADS = 64
 """Heads per item."""
 SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200: blocks of the persistent grid. Right on any other number, too."""
+INTERPRETED_BLOCKS = 2
+"""In the interpreter: few, so that small tests make a block walk over several items, too."""
 ITEM_ROUNDS = 2
 """What start and end of an item cost, in rounds (512, 64, 640 takes 19 µs an item, 128 tokens more 2.7 µs; H200)."""
 LEFT0, RIGHT0, LEFT1, RIGHT1, QUERY = range(5)
@@ -116,8 +118,9 @@ class Plan(NamedTuple):
         """Blocks that take the same queries at the same time, one for every 64 heads."""
         return cdiv(self.h_q, HEADS)
 
-    def blocks(self, most: int) -> int:
-        """Blocks of the grid: whole teams, at most `most` blocks and one for every item."""
+    def blocks(self, interpret) -> int:
+        """Blocks of the grid: whole teams, at most one block for every SM and for every item."""
+        most = INTERPRETED_BLOCKS if interpret else SMS
         return self.team_size * min(self.queries * self.parts, max(1, most // self.team_size))
 
     def row(self, query):

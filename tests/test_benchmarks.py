@@ -1,6 +1,7 @@
 """`make bench`: what it runs where, the small sizes of a CPU, and the plots of recorded rows."""
 
 import concurrent.futures
+import io
 import itertools
 import json
 import pathlib
@@ -11,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu.profiler import ProfilerSpec
 
 from benchmarks import __main__ as bench
 from benchmarks import _harness as harness
@@ -44,16 +46,26 @@ def test_every_benchmark_is_run():
 
 
 def test_parts_cover_all_cases_once():
-    parts = bench.processes(["benchmarks.bench_sparse_mla", "--quick"], 2)
-    assert parts[1] == (["benchmarks.bench_sparse_mla", "--quick", "--part", "1/8"], dict(CUDA_VISIBLE_DEVICES="1"))
+    parts = bench.processes(["benchmarks.bench_sparse_mla", "--quick"], ["0", "3"])
+    assert parts[1] == (["benchmarks.bench_sparse_mla", "--quick", "--part", "1/8"], dict(CUDA_VISIBLE_DEVICES="3"))
     parser = harness.parser("")
     cases = [harness.of_part(range(11), parser.parse_args(command[2:]).part) for command, _ in parts]
     assert sorted(itertools.chain(*cases)) == list(range(11))
     for command in (["benchmarks.bench_prefill", "plot"], ["benchmarks.bench_scaling", "layers"]):
-        assert bench.processes(command, 2) == [(command, {})]
+        assert bench.processes(command, ["0", "3"]) == [(command, {})]
     for wrong in ("2/2", "-1/2", "0", "a/b"):
         with pytest.raises(SystemExit):
             parser.parse_args([f"--part={wrong}"])
+
+
+@pytest.mark.parametrize("visible, gpus", [(None, ["0", "2"]), ("2,1", ["2"]), ("GPU-c", ["GPU-c"]), ("", [])])
+def test_only_hopper_gpus_that_may_be_seen(monkeypatch, visible, gpus):
+    said = "0, GPU-a, 9.0\n1, GPU-b, 8.0\n2, GPU-c, 9.0\n"
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: subprocess.CompletedProcess(args, 0, said))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert bench.hopper_gpus() == gpus
 
 
 def test_only_one_measures(monkeypatch, tmp_path):
@@ -215,18 +227,28 @@ def test_timeline_of_a_trace():
 
 def test_item_of_a_kernel_trace():
     """Two blocks of three warpgroups; the second output of the first block's warpgroup 0 ends item 1."""
-    scopes = [
-        (1, "output", 0, 10),
-        (2, "logits", 8, 12),
-        (1, "softmax", 11, 13),
-        (1, "output", 15, 20),
-        (4, "x", 12, 13),
+    spec = ProfilerSpec(entries_per_warpgroup=3 + 4 * 3)
+    notes = [
+        [("output", 0, 10), ("softmax", 13, 15), ("output", 15, 20)], [("logits", 12, 16)], [],
+        [("output", 0, 99)], [], [],
+    ]  # fmt: skip
+    buffer = np.zeros((6, 15), np.uint32)
+    for row, scopes in zip(buffer, notes):
+        words = [
+            w
+            for name, *ends in scopes
+            for flag, t in zip((0, spec.EXIT), ends)
+            for w in (spec.intern_name(name) | flag, t)
+        ]
+        row[2], row[3 : 3 + len(words)] = len(words), words
+    file = io.StringIO()
+    profile_kernel.write_scopes(spec, buffer.reshape(-1), file, (2,), (384,))
+    scopes = [profile_kernel.Scope(*scope) for scope in json.loads(file.getvalue())]
+    assert profile_kernel.one_item(scopes, 1).splitlines()[2:] == [
+        "| 2 | 4 |  | logits |  |",
+        "| 3 | 2 | softmax |  |  |",
+        "| 5 | 5 | output |  |  |",
+        "| 10 | | end | | |",
     ]
-    events = [dict(name=n, ph=ph, ts=t, tid=tid) for tid, n, *ends in scopes for ph, t in zip("BE", ends)]
-    assert profile_kernel.one_item(profile_kernel.scopes_of_block(dict(traceEvents=events)), 1).splitlines()[2:] == [
-        "| 1.00 | 2.00 | softmax |  |  |",
-        "| 5.00 | 5.00 | output |  |  |",
-        "| 10.00 | | end | | |",
-    ]
-    with pytest.raises(SystemExit, match="holds 2 outputs"):
-        profile_kernel.one_item(profile_kernel.scopes_of_block(dict(traceEvents=events)), 2)
+    with pytest.raises(SystemExit, match="There are 2 outputs"):
+        profile_kernel.one_item(scopes, 2)

@@ -45,7 +45,6 @@ from pallas_kernels.mosaic_paged import UNIT, HopperPaged, Pool
 from pallas_kernels.mosaic_paged_interpreted import InterpretedPaged
 
 KERNEL_NAME = "paged_mla_attention"
-INTERPRETED_BLOCKS = 2  # few, so that small tests make a block walk over several items, too
 REGISTERS = (216, 72)
 """Per thread of a computing warpgroup and of the producer, which holds 16 values in the making."""
 REFILLS = ((LEFT0, 0, False), (RIGHT1, 1, True), (RIGHT0, 0, True), (LEFT1, 1, False))
@@ -150,7 +149,7 @@ def paged_mla_attention(
     plan = Plan(b, h_q, columns, parts_of_query(b, h_q, columns))
     sink = attn_sink if plan.parts == 1 else None
     hw = InterpretedPaged() if interpret else HopperPaged()
-    blocks = plan.blocks(INTERPRETED_BLOCKS if interpret else SMS)
+    blocks = plan.blocks(interpret)
     pools = tuple(Pool(*layout, *x.shape) for layout, x in zip(layouts, pages))
     types = shared_types(hw, d)
     through_ring = all(pool.layout == KVLayout.V4 for pool in pools)

@@ -23,7 +23,6 @@ from pallas_kernels.mosaic_block import (
     MASKS,
     RIGHT0,
     RIGHT1,
-    SMS,
     Items,
     Plan,
     Shared,
@@ -36,7 +35,6 @@ from pallas_kernels.mosaic_block import (
 from pallas_kernels.mosaic_interpreted import Interpreted
 
 KERNEL_NAME = "sparse_mla_attention"
-INTERPRETED_BLOCKS = 2  # few, so that small tests make a block walk over several items, too
 REGISTERS = (232, 40)
 """Per thread of a computing warpgroup and of the producer. (224, 56): no spills, but 0 to 0.7 % slower (H200)."""
 
@@ -102,7 +100,7 @@ def sparse_mla_attention(
     topk = indices.shape[1]
     hw = Interpreted() if interpret else Hopper()
     plan = Plan(s_q, h_q, (topk,))
-    blocks = plan.blocks(INTERPRETED_BLOCKS if interpret else SMS)
+    blocks = plan.blocks(interpret)
     optional = [x for x in (topk_length, attn_sink) if x is not None]
     types = shared_types(hw, d)
 

@@ -233,6 +233,18 @@ def test_never_falls_back(h_q, topk, x64):
         assert f"stablehlo.{op}" not in text
 
 
+def test_a_model_lowers_it_once():
+    """Layers with the same shapes share one lowered kernel: it is under a jit of its own."""
+
+    def layers(q, *args):
+        for _ in range(3):
+            q = attention(q, *args).out
+        return q
+
+    text = jax.jit(layers).trace(*shapes(s_q=4)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1 and text.count("call @sparse_mla_attention") == 3
+
+
 AOT_SHAPES = [(512, 64, 640), (512, 128, 1152), (576, 128, 2048), (512, 8, 512), (576, 100, 200)]
 MAX_SPILL_BYTES = 16  # a few per launch or per round, measured without effect; more means that an accumulator went out
 SHARED_MEMORY = 232_448  # bytes that a block may have on an H200
@@ -252,9 +264,13 @@ def test_compiles_for_hopper(d, h_q, topk, extras, capfd, monkeypatch):
 @pytest.mark.aot
 def test_compiles_with_its_profiler(monkeypatch, tmp_path):
     """The trace fits into what shared memory is left."""
-    monkeypatch.setattr(jax.debug, "callback", lambda *args: None)  # needs a GPU
+    traces = []
+    monkeypatch.setattr(jax.debug, "callback", lambda *args: traces.append(args))  # needs a GPU
+    compile_for_h200(attention, *shapes())
+    assert not traces
     with profile_kernel.profiler(tmp_path):
         compile_for_h200(attention, *shapes())
+    assert traces
 
 
 @pytest.mark.aot

@@ -531,20 +531,6 @@ class Hopper:
         copy(rows_ref, buffer, barriers, row_numbers)
 
     @staticmethod
-    def prefetch_rows(rows_ref, first, count):
-        """Brings rows first .. first + count - 1 of an [n, d] bf16 array into L2; all must exist, count > 0."""
-
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, _SCALAR))
-        def prefetch(ctx, rows, first, count):
-            row_bytes = 2 * ir.MemRefType(rows.type).shape[1]
-            utils.inline_ptx(
-                "cp.async.bulk.prefetch.L2.global [$0], $1;", _at_byte(_global(rows), _scalar(first), row_bytes),
-                arith.muli(_scalar(count), _c(row_bytes)), predicate=_equal(_thread(), _c(0)), has_side_effects=True,
-            )  # fmt: skip
-
-        prefetch(rows_ref, first, count)
-
-    @staticmethod
     def write_mask(mask_ref, tokens, n: int):
         """mask_ref[64 tile + row] = 0 where the token is in 0..n-1, else -inf."""
 

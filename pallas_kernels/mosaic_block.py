@@ -205,17 +205,13 @@ def feed(hw, shared: Shared, plan: Plan, items: Items, q_ref, load: Callable, be
     def loaded(it, lengths, i):
         return load(plan.row(items.query(it)), *plan.read(lengths, i))
 
-    def first_head(it):
-        return plan.row(items.query(it)) * plan.h_q + items.head
-
     def one_item(it, carry):
         done, lengths, next_lengths, state = carry
         later_lengths = items.request(it + 2)
         wait_until_free(hw, shared, QUERY, it)
-        q_rows = hw.rows_to_copy(hw.consecutive_tokens(first_head(it), plan.h_q - items.head), 0)
+        first_head = plan.row(items.query(it)) * plan.h_q + items.head
+        q_rows = hw.rows_to_copy(hw.consecutive_tokens(first_head, plan.h_q - items.head), 0)
         hw.copy_rows(q_ref, q_rows, 0, shared.q.at[0], shared.barriers, QUERY, keep=False)
-        # Q has no second buffer: it lands while nobody computes.
-        hw.prefetch_rows(q_ref, first_head(it + 1), jnp.minimum(plan.h_q - items.head, HEADS))
         n = items.pairs(lengths)
 
         def round_(i, state):

@@ -119,10 +119,6 @@ class Interpreted:
         plgpu.barrier_arrive(barriers.at[k])
 
     @staticmethod
-    def prefetch_rows(rows_ref, first, count):
-        pass
-
-    @staticmethod
     def write_mask(mask_ref, tokens, n):
         mask_ref[...] = jnp.where((tokens >= 0) & (tokens < n), 0.0, -jnp.inf).astype(jnp.float32)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-CONTROL_FACTOR = 4
+CONTROL_FACTOR = 10
 """The naive geometry must differ by more than so many times the bound."""
 TIE_FACTOR = 4
 """A step is a tie where the two best logits are closer than so many times the largest difference between the arms."""

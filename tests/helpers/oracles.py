@@ -22,30 +22,33 @@ def golden(path: str) -> dict:
     return arrays
 
 
-def attention(q, keys, sm_scale: float, sink=None, d_v: int = 512):
-    """One row, head by head: q [h, d_qk], keys [n, d_qk] the valid ones. Returns out, max_logits, lse in float64."""
+def attention(q, keys, sm_scale: float, sink=None, d_v: int = 512, *, absolute=False):
+    """One row: q [h, d_qk], keys [n, d_qk] the valid ones. Returns out, max_logits, lse in float64.
+
+    With `absolute`, out is the weighted sum of the values' magnitudes.
+    """
     q, keys = np.asarray(q, np.float64), np.asarray(keys, np.float64)
-    h = q.shape[0]
-    out, max_logits, lse = np.zeros((h, d_v)), np.full(h, -np.inf), np.full(h, np.inf)
     if len(keys) == 0:
-        return out, max_logits, lse
-    for head in range(h):
-        logits = keys @ q[head] * sm_scale
-        max_logits[head] = logits.max()
-        lse[head] = max_logits[head] + np.log(np.exp(logits - max_logits[head]).sum())
-        weights = np.exp(logits - lse[head])
-        s = -np.inf if sink is None else float(sink[head])
-        share = 1 / (1 + np.exp(np.minimum(s - lse[head], 700.0))) if s < np.inf else 0.0
-        out[head] = weights @ keys[:, :d_v] * share
-    return out, max_logits, lse
+        h = len(q)
+        return np.zeros((h, d_v)), np.full(h, -np.inf), np.full(h, np.inf)
+    logits = q @ keys.T * sm_scale
+    max_logits = logits.max(1)
+    lse = max_logits + np.log(np.exp(logits - max_logits[:, None]).sum(1))
+    share = 1.0
+    if sink is not None:
+        sink = np.asarray(sink, np.float64)
+        share = np.where(sink < np.inf, 1 / (1 + np.exp(np.minimum(sink - lse, 700.0))), 0.0)[:, None]
+    values = np.abs(keys[:, :d_v]) if absolute else keys[:, :d_v]
+    return np.exp(logits - lse[:, None]) @ values * share, max_logits, lse
 
 
 def sparse_attention(q, kv, indices, sm_scale, topk_length=None, sink=None, d_v: int = 512):
     """`sparse_mla_attention`, row by row."""
-    s_kv, rows = len(kv), []
+    kv, s_kv, rows = np.asarray(kv), len(kv), []
     for t, row in enumerate(np.asarray(indices)):
         n = len(row) if topk_length is None else int(np.clip(topk_length[t], 0, len(row)))
-        rows.append(attention(q[t], [kv[i] for i in row[:n] if 0 <= i < s_kv], sm_scale, sink, d_v))
+        row = row[:n]
+        rows.append(attention(q[t], kv[row[(row >= 0) & (row < s_kv)]], sm_scale, sink, d_v))
     return (
         tuple(np.stack(x) for x in zip(*rows))
         if rows

@@ -146,8 +146,8 @@ class World:
         """swa_pool, compressed_pool, topk_indices, attn_sink for an entry."""
         return self.pools["c0"], None if kind == "c0" else self.pools[kind], topk if kind == "c4" else None, self.sink
 
-    def oracle(self, kind: str, q, topk, where) -> np.ndarray:
-        """[token_capacity, h_q, d_v] float64; 0 in slack rows."""
+    def oracle(self, kind: str, q, topk, where, *, absolute=False) -> np.ndarray:
+        """[token_capacity, h_q, d_v] float64; 0 in slack rows. With `absolute`, the values' magnitudes are weighted."""
         window, out = self.config.swa_window, np.zeros((*q.shape[:2], self.config.d_v))
         for g, (req, pos) in enumerate(where):
             keys = list(self.swa_rows[req, max(0, pos - window + 1) : pos + 1])
@@ -156,5 +156,5 @@ class World:
                 keys += [self.entry_rows[kind][req, e] for e in np.asarray(topk[g, :n]) if e >= 0]
             if kind == "c128":
                 keys += list(self.entry_rows[kind][req, : (pos + 1) // 128])
-            out[g] = attention(q[g], keys, self.config.sm_scale, self.sink)[0]
+            out[g] = attention(q[g], keys, self.config.sm_scale, self.sink, absolute=absolute)[0]
         return out

@@ -24,7 +24,6 @@ from dsa_cp_jax import (
 )
 from dsa_cp_jax.engine import Arm, Engine
 from pallas_kernels import KVLayout
-from tests.helpers.oracles import assert_close
 from tests.helpers.processes import run_processes
 from tests.helpers.world import World, plan_of
 
@@ -72,9 +71,16 @@ def entry(mesh: Mesh, kind: str, path: str, head_axis: str | None = None):
     return run
 
 
-def assert_right(got, want):
-    """Within the looser of FlashMLA's tolerances for its sparse and paged kernels."""
-    assert_close("out", got, want, abs_tol=1e-3, rel_tol=3.01 / 128, cosine=7e-6)
+def truth(world: World, *args) -> tuple[np.ndarray, np.ndarray]:
+    """The outputs, and the sums of p |v|."""
+    return world.oracle(*args), world.oracle(*args, absolute=True)
+
+
+def assert_right(got, truth):
+    """Within what the kernels' bfloat16 probabilities and output round: 2^-9 each, relative to the sum of p |v|."""
+    want, magnitude = truth
+    error, bound = np.abs(np.asarray(got, np.float64) - want), 1.02 * 2.0**-8 * magnitude  # 2%: float32 sums, exp2
+    assert (error <= bound).all(), f"{(error > bound).sum()} of {error.size}, up to {np.nanmax(error / bound)} x bound"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +90,7 @@ def test_arms_agree(world, rng, devices, cp, kind):
     arms = [(cp, "auto"), (cp, "dense"), (1, "sparse")]
     for name, (seq, extend, sparse) in cases(cp).items():
         q, topk, where = world.queries(rng, seq, extend, jnp.bfloat16)
-        want = world.oracle(kind, q, topk, where)
+        want = truth(world, kind, q, topk, where)
         for size, path in arms:
             plan = plan_of(world.chunk(seq, extend, size), config=CONFIG, cp_size=size)
             assert bool(plan.use_sparse) == (sparse or size == 1), name
@@ -134,7 +140,7 @@ def test_meshes(world, rng, devices, names, axis_type):
         q, topk, where = world.queries(rng, seq, extend, jnp.bfloat16)
         plan = plan_of(world.chunk(seq, extend, cp), config=CONFIG, cp_size=cp)
         out = entry(mesh, "c4", "auto", head_axis)(q, plan, *world.arguments("c4", topk))
-        assert_right(out, world.oracle("c4", q, topk, where))
+        assert_right(out, truth(world, "c4", q, topk, where))
 
 
 def test_one_process_per_gpu(devices, port, tmp_path):
@@ -237,4 +243,4 @@ def test_a_million_tokens(devices, kind, rng, request):
         planned = memory.temp_size_in_bytes + memory.output_size_in_bytes
         grown = peak - before
         print(f"{kind} behind {prefix} tokens: {grown / 1e6:.0f} MB on the second GPU, planned {planned / 1e6:.0f} MB")
-        assert grown <= planned + (64 << 20)
+        assert grown <= planned + (128 << 20)  # the allocator splits off what is more than that

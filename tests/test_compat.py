@@ -378,6 +378,7 @@ def test_on_every_gpu():
     q = torch.randn(4, 64, 512, dtype=torch.bfloat16)
     kv, indices = torch.randn(90, 1, 512, dtype=torch.bfloat16), torch.randint(0, 90, (4, 1, 128), dtype=torch.int32)
     outs = []
+    torch.cuda.set_device(0)  # JAX's start may have left another one
     for i in range(torch.cuda.device_count()):
         out, *_ = flash_mla.flash_mla_sparse_fwd(*(x.to(f"cuda:{i}") for x in (q, kv, indices)), 0.05)
         assert out.device.index == i and torch.cuda.current_device() == 0

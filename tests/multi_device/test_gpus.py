@@ -77,9 +77,9 @@ def truth(world: World, *args) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_right(got, truth):
-    """Within what the kernels' bfloat16 probabilities and output round: 2^-9 each, relative to the sum of p |v|."""
+    """Within what the kernels' bfloat16 probabilities and output round: 2^-8 each, relative to the sum of p |v|."""
     want, magnitude = truth
-    error, bound = np.abs(np.asarray(got, np.float64) - want), 1.02 * 2.0**-8 * magnitude  # 2%: float32 sums, exp2
+    error, bound = np.abs(np.asarray(got, np.float64) - want), 1.02 * 2.0**-7 * magnitude  # 2%: float32 sums, exp2
     assert (error <= bound).all(), f"{(error > bound).sum()} of {error.size}, up to {np.nanmax(error / bound)} x bound"
 
 
@@ -158,8 +158,9 @@ def test_one_process_per_gpu(devices, port, tmp_path):
         flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "host_platform" not in flag]
         return dict(CUDA_VISIBLE_DEVICES=str(i), XLA_FLAGS=" ".join(flags))
 
-    done = run_processes(port, n, arguments, setup='validate.KINDS = ("c4",)', env=env)
-    assert [code for code, _, _ in done] == [0] * n, "".join(err for _, _, err in done)
+    setup = 'validate.KINDS, validate.ATTENTION_GAIN = ("c4",), 0.05'  # what a single layer shows of the wrong geometry
+    done = run_processes(port, n, arguments, setup=setup, env=env)
+    assert [code for code, _, _ in done] == [0] * n, "".join(out + err for _, out, err in done)
     assert "passed:" in done[0][1] and not any("passed" in out for _, out, _ in done[1:])
 
 

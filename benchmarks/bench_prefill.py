@@ -287,7 +287,8 @@ def load_flashmla(library: str):
 
         slots, length, more, more_length = call["dense arguments"]()
         extra: list = [None] * 3
-        if more is not None:  # it takes multiples of 128 columns
+        if more is not None:  # it takes multiples of 128 columns, and lengths that are no longer than that
+            more_length = jnp.minimum(more_length, more.shape[1])
             more = jnp.pad(more, ((0, 0), (0, -more.shape[1] % 128)), constant_values=-1)
             more, more_length = tensors(more, more_length)
             extra = [paged(workload.pools[0][1]), more[:, None], more_length]

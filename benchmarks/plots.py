@@ -39,6 +39,11 @@ def flop_per_byte(row: dict) -> float | None:
     return row["tflops"] * row["us"] * 1e6 / (rows * (2 * h_q * (d + 512) + 4 * topk))
 
 
+def natural(text: str) -> list:
+    """A key that sorts numbers in the text by value."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
+
+
 def by_op(rows: list[dict]) -> dict[str, list[dict]]:
     ops: dict[str, list[dict]] = {}
     for row in rows:
@@ -85,6 +90,7 @@ def flashmla(rows: list[dict], figure) -> bool:
     ours = [row for row in ours if "flash-mla" in (row.get("baseline") or "")]
     if not ours:
         return False
+    ours.sort(key=lambda r: (r["op"] != "sparse_mla_attention", natural(r["case"]), r.get("features") or ""))
     figure.set_size_inches(9, 1.2 + 0.24 * len(ours))
     axes = figure.subplots()
     names = [f"{r['op'].removesuffix('_attention')}  {r['case']}  {r.get('features') or ''}" for r in ours]
@@ -94,6 +100,7 @@ def flashmla(rows: list[dict], figure) -> bool:
             0.02, y, f"{r['us']:,.0f} µs, FlashMLA {r['baseline_us']:,.0f}", va="center", fontsize=7, color="white"
         )
     axes.axvline(1, color="black", lw=1)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
     axes.set(xlabel="FlashMLA's time / ours, same run")
@@ -111,7 +118,7 @@ def scaling(rows: list[dict], figure) -> bool:
     points = {key: times for key, times in points.items() if 1 in times and len(times) > 1}
     if not points:
         return False
-    panels = sorted({key[:2] for key in points})
+    panels = sorted({key[:2] for key in points}, key=lambda panel: natural(str(panel)))
     figure.set_size_inches(3.2 * len(panels), 3.4)
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels):
         sizes = sorted({cp for key, times in points.items() if key[:2] == panel for cp in times})

@@ -75,6 +75,11 @@ def test_measured_figures_are_recorded():
             for decimals, number, value in zip(*numbers, values)
         )
 
+    us = {(row["op"], row["case"]): row["us"] for row in rows}
+    batches = [case for op, case in us if op == "prefill_sparse" and re.match(r"mix_p61440_e16384_b\d+_cp\d_h64", case)]
+    gains = [us["prefill_dense", case] / us["prefill_sparse", case] for case in batches]
+    assert f"{min(gains):.2f} to {max(gains):.2f} times as fast" in section and len(gains) >= 5
+
     for name, ours, xla, baseline, ratio in lines:
         found = []
         for row in rows:

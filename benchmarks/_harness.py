@@ -147,7 +147,7 @@ def about_this_run() -> dict:
         device=jax.devices()[0].device_kind,
         jax=jax.__version__,
         driver=say("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or None,
-        commit=say("git", "rev-parse", "--short", "HEAD") or None,
+        commit=say("git", "describe", "--always", "--dirty") or None,
         date=datetime.date.today().isoformat(),
     )
 

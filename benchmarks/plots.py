@@ -30,11 +30,13 @@ def load(results: pathlib.Path) -> list[dict]:
 
 
 def flop_per_byte(row: dict) -> float | None:
-    """Of attention: FLOP per byte of q, out and indices, which are read or written once (KV rows are shared)."""
+    """Of attention on many rows: FLOP per byte of q, out and indices, which are read or written once."""
     match = re.fullmatch(r"d(\d+)_h(\d+)_k([\d+]+)_[sb](\d+)(_kv\d+)?", row["case"])
     if match is None:
         return None
     d, h_q, rows = (int(match[i]) for i in (1, 2, 4))
+    if rows < 1024:  # a few rows do not fill the GPU
+        return None
     topk = sum(map(int, match[3].split("+")))
     return row["tflops"] * row["us"] * 1e6 / (rows * (2 * h_q * (d + 512) + 4 * topk))
 
@@ -42,6 +44,11 @@ def flop_per_byte(row: dict) -> float | None:
 def natural(text: str) -> list:
     """A key that sorts numbers in the text by value."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
+
+
+def number(x: float) -> str:
+    """With a decimal below 100."""
+    return f"{x:.1f}" if x < 100 else f"{x:,.0f}"
 
 
 def by_op(rows: list[dict]) -> dict[str, list[dict]]:
@@ -96,9 +103,8 @@ def flashmla(rows: list[dict], figure) -> bool:
     names = [f"{r['op'].removesuffix('_attention')}  {r['case']}  {r.get('features') or ''}" for r in ours]
     axes.barh(names, [r["ratio"] for r in ours], color=[COLORS[r["ratio"] < 1] for r in ours])
     for y, r in enumerate(ours):
-        axes.text(
-            0.02, y, f"{r['us']:,.0f} µs, FlashMLA {r['baseline_us']:,.0f}", va="center", fontsize=7, color="white"
-        )
+        times = f"{number(r['us'])} µs, FlashMLA {number(r['baseline_us'])}"
+        axes.text(0.02, y, times, va="center", fontsize=7, color="white")
     axes.axvline(1, color="black", lw=1)
     axes.margins(y=0.01)
     axes.invert_yaxis()

@@ -208,7 +208,13 @@ def test_intensity():
     want = 2 * 64 * 640 * 1024 / (2 * 64 * 1024 + 4 * 640)
     assert plots.flop_per_byte(row) == pytest.approx(want)
     assert plots.flop_per_byte(row | dict(case="d512_h64_k128+512_b4096")) == pytest.approx(want)
+    assert plots.flop_per_byte(row | dict(case="d512_h64_k128+512_b64")) is None
     assert plots.flop_per_byte(dict(case="c4_p1")) is None
+
+
+def test_numbers_in_pictures():
+    assert sorted(["h64_k640", "h128_k512", "h64_k1152"], key=plots.natural) == ["h64_k640", "h64_k1152", "h128_k512"]
+    assert [plots.number(x) for x in (14.29, 99.94, 1234.5)] == ["14.3", "99.9", "1,234"]
 
 
 def test_timeline_of_a_trace():

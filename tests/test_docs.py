@@ -75,10 +75,10 @@ def test_measured_figures_are_recorded():
             for decimals, number, value in zip(*numbers, values)
         )
 
-    us = {(row["op"], row["case"]): row["us"] for row in rows}
-    batches = [case for op, case in us if op == "prefill_sparse" and re.match(r"mix_p61440_e16384_b\d+_cp\d_h64", case)]
+    us = {(row["op"], row["case"]): row["us"] for row in rows if row["implementation"] == "mosaic_gpu"}
+    batches = [case for op, case in us if op == "prefill_sparse" and re.match(r"mix_p61440_e16384_b\d+_cp2_h64", case)]
     gains = [us["prefill_dense", case] / us["prefill_sparse", case] for case in batches]
-    assert f"{min(gains):.2f} to {max(gains):.2f} times as fast" in section and len(gains) >= 5
+    assert f"{min(gains):.2f} to {max(gains):.2f} times as fast" in section and len(gains) >= 3
 
     for name, ours, xla, baseline, ratio in lines:
         found = []
@@ -86,7 +86,7 @@ def test_measured_figures_are_recorded():
             rate = row["tflops"] if "tflops" in row else row["gbps"] / 1e3
             time = says(ours, row["us"]) or says(ours, row["us"], rate)
             if row["implementation"] == "mosaic_gpu" and time and says(baseline, row["baseline_us"]):
-                found += [row] * says(ratio, row["ratio"])
+                found += [row] * says(ratio, row["baseline_us"] / row["us"])
         assert len({row["case"] for row in found}) == 1, name
         plain = [row for row in rows if row["implementation"] == "xla" and row["case"] == found[0]["case"]]
         assert not xla.strip() or any(says(xla, row["us"]) for row in plain), name

@@ -42,10 +42,10 @@ def h200_mesh(shape=(1,), axis_names=("x",), axis_types=None) -> jax.sharding.Me
 
 
 def assert_few_spills(ptxas_log: str, most: int) -> None:
-    """Of a MOSAIC_GPU_DUMP_PTXAS log: at most `most` bytes spilled, and no wgmma that ptxas serialises (C7510 and others)."""
+    """Of a MOSAIC_GPU_DUMP_PTXAS log: at most `most` bytes spilled, and no wgmma that ptxas serialises (C7510 to C7518)."""
     stores = [int(n) for n in re.findall(r"(\d+) bytes spill stores", ptxas_log)]
     assert stores and max(stores) <= most, ptxas_log
-    assert "instructions are serialized" not in ptxas_log, ptxas_log
+    assert not re.search(r"C751[0-8]|instructions are serialized", ptxas_log), ptxas_log
 
 
 def compile_for_h200(fn, *args):

@@ -241,7 +241,7 @@ MAX_SPILL_BYTES = 48  # partial heads have 32, parts 44, all others 8 or none; m
 @pytest.mark.aot
 @pytest.mark.parametrize("kwargs", AOT, ids=str)
 def test_compiles_for_hopper(kwargs, capfd, monkeypatch):
-    """Few spilled bytes and no wgmma that ptxas serialises (C7510, C7511)."""
+    """Few spilled bytes and no wgmma that ptxas serialises."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     attend, shapes = program(**kwargs)
     assert f"{mosaic_gpu.KERNEL_NAME}_mosaic_gpu" in compile_for_h200(attend, *shapes).as_text()

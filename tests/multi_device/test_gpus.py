@@ -24,6 +24,7 @@ from dsa_cp_jax import (
 )
 from dsa_cp_jax.engine import Arm, Engine
 from pallas_kernels import KVLayout
+from tests.helpers.oracles import assert_close
 from tests.helpers.processes import run_processes
 from tests.helpers.world import World, plan_of
 
@@ -77,10 +78,12 @@ def truth(world: World, *args) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_right(got, truth):
-    """Within what the kernels' bfloat16 probabilities and output round: 2^-8 each, relative to the sum of p |v|."""
-    want, magnitude = truth
-    error, bound = np.abs(np.asarray(got, np.float64) - want), 1.02 * 2.0**-7 * magnitude  # 2%: float32 sums, exp2
-    assert (error <= bound).all(), f"{(error > bound).sum()} of {error.size}, up to {np.nanmax(error / bound)} x bound"
+    """Each number within what bfloat16 probabilities and output round, 2^-8 each of the sum of p |v|; all by FlashMLA's
+    cosine difference, which sees small errors of one sign."""
+    (want, magnitude), got = truth, np.asarray(got, np.float64)
+    bound = 1.02 * 2.0**-7 * magnitude  # 2%: float32 sums, exp2
+    assert_close("out / bound", got / (bound + 1e-30), want / (bound + 1e-30), abs_tol=1.0, rel_tol=0.0)
+    assert_close("out", got, want, abs_tol=np.inf, rel_tol=0.0, cosine=5e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,7 +161,8 @@ def test_one_process_per_gpu(devices, port, tmp_path):
         flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "host_platform" not in flag]
         return dict(CUDA_VISIBLE_DEVICES=str(i), XLA_FLAGS=" ".join(flags))
 
-    setup = 'validate.KINDS, validate.ATTENTION_GAIN = ("c4",), 0.05'  # what a single layer shows of the wrong geometry
+    # With the job's own gain a single layer moves the logits too little for the positive control.
+    setup = 'validate.KINDS, validate.ATTENTION_GAIN = ("c4",), 0.05'
     done = run_processes(port, n, arguments, setup=setup, env=env)
     assert [code for code, _, _ in done] == [0] * n, "".join(out + err for _, out, err in done)
     assert "passed:" in done[0][1] and not any("passed" in out for _, out, _ in done[1:])
@@ -244,4 +248,5 @@ def test_a_million_tokens(devices, kind, rng, request):
         planned = memory.temp_size_in_bytes + memory.output_size_in_bytes
         grown = peak - before
         print(f"{kind} behind {prefix} tokens: {grown / 1e6:.0f} MB on the second GPU, planned {planned / 1e6:.0f} MB")
-        assert grown <= planned + (128 << 20)  # the allocator splits off what is more than that
+        # The allocator splits a free block only where 128 MiB or more would be left.
+        assert grown < planned + (128 << 20)

@@ -143,11 +143,13 @@ def about_this_run() -> dict:
         except FileNotFoundError:
             return ""
 
+    commit = say("git", "rev-parse", "--short", "HEAD")
+    changed = say("git", "status", "--porcelain", "--untracked-files=no", ":/", ":!/benchmarks/results", ":!/docs")
     return dict(
         device=jax.devices()[0].device_kind,
         jax=jax.__version__,
         driver=say("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or None,
-        commit=say("git", "describe", "--always", "--dirty") or None,
+        commit=(commit + "-dirty" * bool(changed)) or None,
         date=datetime.date.today().isoformat(),
     )
 

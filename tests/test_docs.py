@@ -61,7 +61,7 @@ def test_every_page_can_be_reached_from_the_readme():
 
 def test_measured_figures_are_recorded():
     """Every line of the README's table is a row of benchmarks/results: time, rate, baseline and ratio, rounded."""
-    files = (ROOT / "benchmarks" / "results").glob("*.jsonl")
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     section = (ROOT / "README.md").read_text().split("## Measured")[1].split("##")[0]
     lines = [line.strip("| ").split("|") for line in re.findall(r"^\|.*µs.*", section, re.M)]

@@ -22,10 +22,11 @@ def golden(path: str) -> dict:
     return arrays
 
 
-def attention(q, keys, sm_scale: float, sink=None, d_v: int = 512, *, absolute=False):
-    """One row: q [h, d_qk], keys [n, d_qk] the valid ones. Returns out, max_logits, lse in float64.
+def attention(q, keys, sm_scale: float, sink=None, d_v: int = 512, *, counts=None, absolute=False):
+    """One row: q [h, d_qk], keys [n, d_qk] the valid ones. Returns out [h, d_v], max_logits and lse [h] in float64.
 
-    With `absolute`, out is the weighted sum of the values' magnitudes.
+    `counts` [n]: how many times each key is selected (default: once). With `absolute`, out is the weighted sum of the
+    values' magnitudes.
     """
     q, keys = np.asarray(q, np.float64), np.asarray(keys, np.float64)
     if len(keys) == 0:
@@ -33,13 +34,14 @@ def attention(q, keys, sm_scale: float, sink=None, d_v: int = 512, *, absolute=F
         return np.zeros((h, d_v)), np.full(h, -np.inf), np.full(h, np.inf)
     logits = q @ keys.T * sm_scale
     max_logits = logits.max(1)
-    lse = max_logits + np.log(np.exp(logits - max_logits[:, None]).sum(1))
+    counts = np.ones(len(keys)) if counts is None else counts
+    lse = max_logits + np.log(np.exp(logits - max_logits[:, None]) @ counts)
     share = 1.0
     if sink is not None:
         sink = np.asarray(sink, np.float64)
         share = np.where(sink < np.inf, 1 / (1 + np.exp(np.minimum(sink - lse, 700.0))), 0.0)[:, None]
     values = np.abs(keys[:, :d_v]) if absolute else keys[:, :d_v]
-    return np.exp(logits - lse[:, None]) @ values * share, max_logits, lse
+    return counts * np.exp(logits - lse[:, None]) @ values * share, max_logits, lse
 
 
 def sparse_attention(q, kv, indices, sm_scale, topk_length=None, sink=None, d_v: int = 512):
@@ -47,8 +49,9 @@ def sparse_attention(q, kv, indices, sm_scale, topk_length=None, sink=None, d_v:
     kv, s_kv, rows = np.asarray(kv), len(kv), []
     for t, row in enumerate(np.asarray(indices)):
         n = len(row) if topk_length is None else int(np.clip(topk_length[t], 0, len(row)))
-        row = row[:n]
-        rows.append(attention(q[t], kv[row[(row >= 0) & (row < s_kv)]], sm_scale, sink, d_v))
+        row, counts = np.unique(row[:n], return_counts=True)
+        valid = (row >= 0) & (row < s_kv)
+        rows.append(attention(q[t], kv[row[valid]], sm_scale, sink, d_v, counts=counts[valid]))
     return (
         tuple(np.stack(x) for x in zip(*rows))
         if rows

@@ -312,7 +312,7 @@ FLASHMLA_PAIRS = [
 
 
 def check_on_gpu(rng, s_q, h_q, s_kv, topk, d, extras):
-    """Against the float64 formula, long rows some of them only; no NaN; two runs are equal bit by bit."""
+    """Against the float64 formula; two runs are equal bit by bit."""
     q, kv, indices = inputs(rng, s_q, h_q, s_kv, topk, d)
     length, sink = extras_for(rng, s_q, h_q, topk) if extras else (None, None)
     args = [None if x is None else jnp.array(x) for x in (q, kv, indices, length, sink)]
@@ -320,12 +320,7 @@ def check_on_gpu(rng, s_q, h_q, s_kv, topk, d, extras):
     again = sparse_mla_attention(*args, sm_scale=d**-0.5, implementation="mosaic_gpu")
     for a, b in zip(got, again):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    got = [np.asarray(x) for x in got]
-    assert not any(np.isnan(x.astype(np.float32)).any() for x in got)
-    some = np.linspace(0, s_q - 1, s_q if topk <= 512 else 24).astype(int)
-    rows = np.unique([*some, s_q // 2])  # `inputs` makes that one start with a block that is invalid
-    want = sparse_attention(q[rows], kv, indices[rows], d**-0.5, None if length is None else length[rows], sink)
-    assert_sparse_close([x[rows] for x in got], want)
+    assert_sparse_close(got, sparse_attention(q, kv, indices, d**-0.5, length, sink))
 
 
 @pytest.mark.gpu

@@ -112,13 +112,16 @@ def device_kernels(run: Callable[[], object]) -> dict[str, list]:
     return {device: events for device, events in kernels.items() if events}  # others of the host are idle
 
 
-def compiled(build: Callable, workloads: list[prefill.Workload], mesh: Mesh):
-    """(workload, program, arguments on the mesh) of each; compiled side by side."""
+def compiled(build: Callable, workloads: list[prefill.Workload]):
+    """(workload, program, arguments on its GPUs) of each; compiled side by side."""
     specs = PartitionSpec(), PartitionSpec("cp"), PartitionSpec(), PartitionSpec()
-    built = [build(workload, mesh) for workload in workloads]
-    args = [[jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs)] for _, args in built]
-    jobs = [(jax.jit(run, donate_argnums=3), on_mesh) for (run, _), on_mesh in zip(built, args)]
-    return list(zip(workloads, harness.compile_all(jobs), args))
+    jobs = []
+    for workload in workloads:
+        mesh = Mesh(np.array(jax.devices()[: workload.cp_size]), ("cp",))
+        run, args = build(workload, mesh)
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs)]
+        jobs.append((jax.jit(run, donate_argnums=3), args))
+    return list(zip(workloads, harness.compile_all(jobs), [args for _, args in jobs]))
 
 
 def time_per_layer(program, args: list) -> tuple[tuple[float, float], dict[str, float]]:
@@ -162,29 +165,35 @@ def scaling(results, what: str, config, extend: int, cp_sizes):
     """Rows of every layer kind at every cp_size; ratio and error are to the first."""
     build = dict(layers=chained_layers, blocks=chained_blocks)[what]
     kinds = [kind for kind in prefill.MIX if what == "layers" or kind != "c4"]
+    make = functools.partial(prefill.make_workload, config, prefix=prefill.PREFIX, extend=extend, layers=LAYERS)
+    programs = compiled(build, [make(kind, cp_size=cp) for cp in cp_sizes for kind in kinds])
+    with harness.alone():
+        measure(results, what, programs)
+
+
+def measure(results, what: str, programs):
     first: dict[str, float] = {}
     first_out: dict[str, np.ndarray] = {}
-    for cp in cp_sizes:
-        mesh, us, flop = Mesh(np.array(jax.devices()[:cp]), ("cp",)), {}, {}
-        workloads = [prefill.make_workload(config, kind, prefill.PREFIX, extend, cp, layers=LAYERS) for kind in kinds]
-        for workload, program, args in compiled(build, workloads, mesh):
-            out, args[3] = program(*args)
-            out = first_rows(out, cp)
-            error = float(np.abs(out - first_out.setdefault(workload.kind, out)).max())
-            times, stages = time_per_layer(program, args)
-            us[workload.kind], flop[workload.kind] = times[0], workload.flop()
-            baseline = dict(
-                baseline_us=round(first.setdefault(workload.kind, times[0]), 2), baseline=f"cp {cp_sizes[0]}"
-            )
-            row = harness.flop_row(
-                f"prefill_{what}", workload.case, prefill.IMPLEMENTATION, times, workload.flop(), max_abs_err=error,
-                stages=stages, ceiling=False, **baseline,
-            )  # fmt: skip
-            results.add(**row)
-        if what == "layers":
-            total = first.setdefault("mix", sum(prefill.MIX[kind] * us[kind] for kind in us))
-            baseline = dict(baseline_us=round(total, 2), baseline=f"cp {cp_sizes[0]}", ceiling=False)
-            prefill.add_mix(results, f"prefill_{what}", workloads[0].case, us, flop, **baseline)
+    us: dict[int, dict[str, float]] = {}
+    flop: dict[int, dict[str, int]] = {}
+    of_first = f"cp {programs[0][0].cp_size}"
+    for workload, program, args in programs:
+        kind, cp = workload.kind, workload.cp_size
+        out, args[3] = program(*args)
+        out = first_rows(out, cp)
+        error = float(np.abs(out - first_out.setdefault(kind, out)).max())
+        times, stages = time_per_layer(program, args)
+        us.setdefault(cp, {})[kind], flop.setdefault(cp, {})[kind] = times[0], workload.flop()
+        baseline = dict(baseline_us=round(first.setdefault(kind, times[0]), 2), baseline=of_first)
+        row = harness.flop_row(
+            f"prefill_{what}", workload.case, prefill.IMPLEMENTATION, times, workload.flop(), max_abs_err=error,
+            stages=stages, ceiling=False, **baseline,
+        )  # fmt: skip
+        results.add(**row)
+        if us[cp].keys() == prefill.MIX.keys():
+            total = first.setdefault("mix", sum(prefill.MIX[kind] * us[cp][kind] for kind in us[cp]))
+            baseline = dict(baseline_us=round(total, 2), baseline=of_first, ceiling=False)
+            prefill.add_mix(results, f"prefill_{what}", workload.case, us[cp], flop[cp], **baseline)
 
 
 def main():

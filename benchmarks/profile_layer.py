@@ -10,8 +10,6 @@ import pathlib
 import tempfile
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from benchmarks import bench_prefill as prefill
 from benchmarks import bench_scaling as scaling
@@ -56,11 +54,8 @@ def main():
     parser.add_argument("--trace", type=pathlib.Path, help="folder to keep the trace in")
     args = parser.parse_args()
     cp = args.cp or len(jax.devices())
-    workload = prefill.make_workload(
-        prefill.MODELS["flash"], args.kind, prefill.PREFIX, prefill.EXTENDS[0], cp
-    )  # fmt: skip
-    mesh = Mesh(np.array(jax.devices()[:cp]), ("cp",))
-    ((_, program, arrays),) = scaling.compiled(scaling.chained_layers, [workload], mesh)
+    workload = prefill.make_workload(prefill.MODELS["flash"], args.kind, prefill.PREFIX, prefill.EXTENDS[0], cp)
+    ((_, program, arrays),) = scaling.compiled(scaling.chained_layers, [workload])
 
     def call():
         out, arrays[3] = program(*arrays)

@@ -7,6 +7,7 @@ import pathlib
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("NPROC", "16")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "2")  # of NumPy, in each worker of pytest-xdist
 # On a GPU: several workers of pytest-xdist share its memory, and tuning matrix products would take most of the time.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"

@@ -50,17 +50,18 @@ def commands(gpus: int, flashmla: list[str], out: list[str]) -> list[list[str]]:
         return [["benchmarks.small", *out]]
     one = [
         ["bench_gather_dequant"], ["bench_swa_combine"], ["bench_sparse_mla", *flashmla],
-        ["bench_paged_mla", *flashmla], ["bench_prefill", "stages", *flashmla], ["bench_prefill", "batches"],
-        ["bench_prefill", "growth"], ["bench_prefill", "plot"],
+        ["bench_paged_mla", *flashmla], ["bench_prefill", "stages", *flashmla],
+        ["bench_prefill", "batches", "--models", "flash", "--extends", "16384"],
+        ["bench_prefill", "growth", "--models", "flash"],
     ]  # fmt: skip
-    several = [["bench_scaling", "layers"], ["bench_scaling", "blocks"]] if gpus > 1 else []
+    several = [["bench_scaling", "layers"], ["bench_scaling", "blocks", "--models", "flash", "--extends", "16384"]]
     without_rows = [["benchmarks.compare_flashmla"], ["benchmarks.profile_kernel"], ["benchmarks.profile_layer"]]
-    return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several] + without_rows
+    return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several * (gpus > 1)] + without_rows
 
 
 def processes(command: list[str], gpus: list[str]) -> list[tuple[list[str], dict[str, str]]]:
     """Arguments of `python -m` and what to add to the environment, for each process of a command."""
-    if command[0] not in IN_PARTS or "plot" in command:
+    if command[0] not in IN_PARTS:
         return [(command, {})]
     n = PARTS * len(gpus)
     return [([*command, "--part", f"{i}/{n}"], dict(CUDA_VISIBLE_DEVICES=gpus[i % len(gpus)])) for i in range(n)]

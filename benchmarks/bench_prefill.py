@@ -9,16 +9,12 @@ layer kinds c0, c4, c128, and their mix of 2, 21 and 20 in the 43 layers of V4-F
   batches  the same two paths for 1, 4, 8 and 16 requests that share the chunk and the prefix equally. The default gate
            sends several requests to the dense path under CP, the wide gate to the sparse one.
   growth   both paths on one GPU, 4,096 rows, behind prefixes of 8k to 1M tokens.
-  plot     draws the growth rows of a results file to docs/prefill_growth.png.
 """
 
 import argparse
 import dataclasses
 import functools
 import itertools
-import json
-import pathlib
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -313,24 +309,6 @@ def growth(results, config, kind: str):
     make_and_measure(results, make, None)
 
 
-def plot(file: pathlib.Path):
-    from matplotlib.figure import Figure
-
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("c4", "c128")):
-        for path in ("sparse", "dense"):
-            case = re.compile(rf"{kind}_p(\d+)_e{EXTENDS[0]}_cp1_h64_k512")
-            found = [(case.fullmatch(r["case"]), r) for r in rows if r["op"] == f"prefill_{path}"]
-            points = {int(m[1]): r["us"] for m, r in found if m and r["implementation"] == IMPLEMENTATION}
-            axes.plot(*zip(*sorted(points.items())), marker="o", label=path)
-        axes.set(xscale="log", yscale="log", xlabel="prefix, tokens", title=f"{kind}, {EXTENDS[0]} rows, 64 heads")
-        axes.grid(which="both", alpha=0.3)
-        axes.legend()
-    figure.supylabel("microseconds per layer")
-    figure.savefig(pathlib.Path(__file__).parents[1] / "docs" / "prefill_growth.png", dpi=120)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--extends", nargs="+", type=int, default=EXTENDS, help="tokens of the chunk")
@@ -339,7 +317,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main():
     parser = harness.parser(__doc__)
-    parser.add_argument("what", choices=("stages", "batches", "growth", "plot"))
+    parser.add_argument("what", choices=("stages", "batches", "growth"))
     add_arguments(parser)
     parser.add_argument("--flashmla", help="shared library of sgl-flash-mla 1.0.0, _C_legacy.abi3.so")
     args = parser.parse_args()
@@ -352,11 +330,9 @@ def main():
     elif args.what == "batches":
         for (config, extend, cp), requests in harness.of_part(itertools.product(chunks, REQUESTS), args.part):
             stages(results, config, extend, cp, None, requests)
-    elif args.what == "growth":
+    else:
         for config, kind in harness.of_part(itertools.product(models, ("c4", "c128")), args.part):
             growth(results, config, kind)
-    else:
-        plot(results.path)
 
 
 if __name__ == "__main__":

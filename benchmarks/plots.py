@@ -2,10 +2,10 @@
 
   roofline.png   every kernel under the ceiling measured in its run: data movement by bytes, attention by FLOP per byte
   flashmla.png   FlashMLA's time over ours, where both were timed in the same run
+  growth.png     layers on one GPU behind longer and longer prefixes
   scaling.png    layers over 1, 2, 4, ... GPUs
 
-A picture is drawn where its rows exist. Where several rows are of the same case, the last one counts. bench_prefill.py
-draws the growth with context.
+A picture is drawn where its rows exist. Where several rows are of the same case, the last one counts.
 """
 
 import argparse
@@ -113,6 +113,30 @@ def flashmla(rows: list[dict], figure) -> bool:
     return True
 
 
+def growth(rows: list[dict], figure) -> bool:
+    points: dict[tuple, dict[int, float]] = {}
+    for row in rows:
+        match = re.fullmatch(r"(c4|c128)_p(\d+)_e(\d+)_cp1_h(\d+)_k\d+", row["case"])
+        if match and row["op"] in ("prefill_sparse", "prefill_dense") and row["implementation"] == "mosaic_gpu":
+            kind, prefix, extend, heads = match.groups()
+            panel = f"{kind}, {int(extend):,} rows, {heads} heads"
+            points.setdefault((panel, row["op"].removeprefix("prefill_")), {})[int(prefix)] = row["us"]
+    points = {key: times for key, times in points.items() if len(times) > 1}
+    if not points:
+        return False
+    panels = sorted({panel for panel, _ in points}, key=natural)
+    figure.set_size_inches(4.5 * len(panels), 3.4)
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels):
+        for color, path in zip(COLORS, ("sparse", "dense")):
+            if times := points.get((panel, path)):
+                axes.plot(*zip(*sorted(times.items())), "o-", color=color, label=path)
+        axes.set(xscale="log", yscale="log", xlabel="prefix, tokens", title=panel)
+        axes.grid(which="both", alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.supylabel("µs per layer")
+    return True
+
+
 def scaling(rows: list[dict], figure) -> bool:
     points: dict[tuple, dict[int, float]] = {}
     for row in rows:
@@ -138,7 +162,7 @@ def scaling(rows: list[dict], figure) -> bool:
     return True
 
 
-PLOTS = dict(roofline=roofline, flashmla=flashmla, scaling=scaling)
+PLOTS = dict(roofline=roofline, flashmla=flashmla, growth=growth, scaling=scaling)
 
 
 def draw(results: pathlib.Path, out: pathlib.Path) -> list[str]:

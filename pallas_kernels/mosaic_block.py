@@ -38,8 +38,8 @@ SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200: blocks of the persistent grid. Right on any other number, too."""
 INTERPRETED_BLOCKS = 2
 """In the interpreter: few, so that small tests make a block walk over several items, too."""
-ITEM_ROUNDS = 2
-"""What start and end of an item cost, in rounds, rounded up (512, 64, 640: 19.2 µs, 128 tokens more 3.1 µs; H200)."""
+ITEM_ROUNDS = 1
+"""What start and end of an item cost, in rounds (512, 64, 640: 19.2 µs, 128 tokens more 3.1 µs: 1.2 rounds; H200)."""
 LEFT0, RIGHT0, LEFT1, RIGHT1, QUERY = range(5)
 _NAMES = "left 0", "right 0", "left 1", "right 1", "Q"
 FREE, MASKS, TURN, BARRIERS = 5, 10, 12, 16

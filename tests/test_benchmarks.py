@@ -51,8 +51,8 @@ def test_parts_cover_all_cases_once():
     parser = harness.parser("")
     cases = [harness.of_part(range(11), parser.parse_args(command[2:]).part) for command, _ in parts]
     assert sorted(itertools.chain(*cases)) == list(range(11))
-    for command in (["benchmarks.bench_prefill", "plot"], ["benchmarks.bench_scaling", "layers"]):
-        assert bench.processes(command, ["0", "3"]) == [(command, {})]
+    command = ["benchmarks.bench_scaling", "layers"]
+    assert bench.processes(command, ["0", "3"]) == [(command, {})]
     for wrong in ("2/2", "-1/2", "0", "a/b"):
         with pytest.raises(SystemExit):
             parser.parse_args([f"--part={wrong}"])
@@ -178,17 +178,25 @@ def rows_of_every_kind() -> list[dict]:
         ratio=1.2, baseline="SGLang",
     )  # fmt: skip
     layers = [dict(ours, op="prefill_layers", case=f"c4_p1_e2_cp{n}_h64_k512", us=100 / n) for n in (1, 2)]
-    return [sparse, gather, *layers]
+    growth = [dict(ours, op="prefill_sparse", case=f"c4_p{n}_e2_cp1_h64_k512", us=n) for n in (1024, 2048)]
+    return [sparse, gather, *layers, *growth]
 
 
 def test_plots(tmp_path):
     (tmp_path / "2026-01-01-gpu.jsonl").write_text("\n".join(json.dumps(row) for row in rows_of_every_kind()))
-    assert plots.draw(tmp_path, tmp_path / "out") == ["roofline", "flashmla", "scaling"]
+    assert plots.draw(tmp_path, tmp_path / "out") == ["roofline", "flashmla", "growth", "scaling"]
     for path in (tmp_path / "out").iterdir():
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 200_000
 
 
-@pytest.mark.parametrize("gone, left", [(0, ["roofline", "scaling"]), (3, ["roofline", "flashmla"])])
+@pytest.mark.parametrize(
+    "gone, left",
+    [
+        (0, ["roofline", "growth", "scaling"]),
+        (3, ["roofline", "flashmla", "growth"]),
+        (5, ["roofline", "flashmla", "scaling"]),
+    ],
+)
 def test_only_what_has_rows_is_drawn(tmp_path, gone, left):
     rows = rows_of_every_kind()
     del rows[gone]

@@ -1,10 +1,10 @@
-"""Runs all benchmarks that this machine allows, into one JSONL file, and draws the plots: make bench
+"""Runs every benchmark that this machine allows, into one JSONL file, and draws the plots: make bench
 
 On Hopper GPUs the rows go to benchmarks/results/<date>-<device>.jsonl (or --out FILE). FlashMLA is timed beside our
 kernels where the package flash_mla (sgl-flash-mla 1.0.0, extra `compare`) is installed; what needs several GPUs runs
-where there are several. Benchmarks that mostly compile run as several processes, one of which measures at a time. On
-any other machine small sizes run on the CPU, into build/<date>-cpu-small.jsonl: they tell that the code works, not how
-fast it is.
+where there are several. Benchmarks that mostly compile run as several processes, one of which measures at a time;
+batches, growth and blocks are those of V4-Flash alone. On any other machine small sizes run on the CPU, into
+build/<date>-cpu-small.jsonl: they tell that the code works, not how fast it is.
 """
 
 import argparse
@@ -54,9 +54,11 @@ def commands(gpus: int, flashmla: list[str], out: list[str]) -> list[list[str]]:
         ["bench_prefill", "batches", "--models", "flash", "--extends", "16384"],
         ["bench_prefill", "growth", "--models", "flash"],
     ]  # fmt: skip
-    several = [["bench_scaling", "layers"], ["bench_scaling", "blocks", "--models", "flash", "--extends", "16384"]]
+    several = []
+    if gpus > 1:
+        several = [["bench_scaling", "layers"], ["bench_scaling", "blocks", "--models", "flash", "--extends", "16384"]]
     without_rows = [["benchmarks.compare_flashmla"], ["benchmarks.profile_kernel"], ["benchmarks.profile_layer"]]
-    return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several * (gpus > 1)] + without_rows
+    return [[f"benchmarks.{name}", *more, *out] for name, *more in one + several] + without_rows
 
 
 def processes(command: list[str], gpus: list[str]) -> list[tuple[list[str], dict[str, str]]]:

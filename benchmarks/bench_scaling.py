@@ -7,12 +7,13 @@ compressors need as well (c0 and c128: in c4 blocks plain JAX makes the top-k, w
 A program has four layers, each waiting for the one before, on pools (and with a top-k) of its own. For that waiting
 a bit enters each row that is sent: two short kernels that a real layer does not have, and cp 1 only in part. Time per
 layer: host time of 10 calls in a row / 40, median of 5. The slowest GPU counts, and a call is enqueued while the one
-before it runs. A profiler trace of more calls says what the kernels took: the largest time of a stage over the GPUs; of
-NCCL's kernels the least, because the other GPUs wait in theirs. (No ceiling is measured here: its timer and the
-profiler exclude one another.)
+before it runs. A profiler trace of four further calls says what the kernels took: the largest time of a stage over the
+GPUs; of NCCL's kernels the least, because the other GPUs wait in theirs. (No ceiling is measured here: its timer and
+the profiler exclude one another.)
 """
 
 import functools
+import itertools
 import pathlib
 import tempfile
 import time
@@ -56,7 +57,7 @@ def chained_layers(workload: prefill.Workload, mesh: Mesh):
             written.append((swa, compressed))
         return out, written
 
-    topks = [None if workload.topk is None else jnp.roll(workload.topk, i, axis=1) for i in range(LAYERS)]
+    topks = [None if workload.topk is None else jnp.roll(workload.topk, i, axis=1) for i in range(len(workload.pools))]
     rows = workload.q, topks, quantize_rows(workload.q[:, 0], layout=KVLayout.V4)
     rows = jax.tree.map(functools.partial(split_round_robin, cp_size=mesh.size), rows)
     return shard_over_cp(local, mesh), (workload.sink, rows, workload.plan, workload.pools)
@@ -166,34 +167,28 @@ def scaling(results, what: str, config, extend: int, cp_sizes):
     build = dict(layers=chained_layers, blocks=chained_blocks)[what]
     kinds = [kind for kind in prefill.MIX if what == "layers" or kind != "c4"]
     make = functools.partial(prefill.make_workload, config, prefix=prefill.PREFIX, extend=extend, layers=LAYERS)
-    programs = compiled(build, [make(kind, cp_size=cp) for cp in cp_sizes for kind in kinds])
-    with harness.alone():
-        measure(results, what, programs)
-
-
-def measure(results, what: str, programs):
+    programs = iter(compiled(build, [make(kind, cp_size=cp) for cp in cp_sizes for kind in kinds]))
     first: dict[str, float] = {}
     first_out: dict[str, np.ndarray] = {}
-    us: dict[int, dict[str, float]] = {}
-    flop: dict[int, dict[str, int]] = {}
-    of_first = f"cp {programs[0][0].cp_size}"
-    for workload, program, args in programs:
-        kind, cp = workload.kind, workload.cp_size
-        out, args[3] = program(*args)
-        out = first_rows(out, cp)
-        error = float(np.abs(out - first_out.setdefault(kind, out)).max())
-        times, stages = time_per_layer(program, args)
-        us.setdefault(cp, {})[kind], flop.setdefault(cp, {})[kind] = times[0], workload.flop()
-        baseline = dict(baseline_us=round(first.setdefault(kind, times[0]), 2), baseline=of_first)
-        row = harness.flop_row(
-            f"prefill_{what}", workload.case, prefill.IMPLEMENTATION, times, workload.flop(), max_abs_err=error,
-            stages=stages, ceiling=False, **baseline,
-        )  # fmt: skip
-        results.add(**row)
-        if us[cp].keys() == prefill.MIX.keys():
-            total = first.setdefault("mix", sum(prefill.MIX[kind] * us[cp][kind] for kind in us[cp]))
-            baseline = dict(baseline_us=round(total, 2), baseline=of_first, ceiling=False)
-            prefill.add_mix(results, f"prefill_{what}", workload.case, us[cp], flop[cp], **baseline)
+    for cp in cp_sizes:
+        us, flop, case = {}, {}, ""
+        for workload, program, args in itertools.islice(programs, len(kinds)):
+            kind, case = workload.kind, workload.case
+            out, args[3] = program(*args)
+            out = first_rows(out, cp)
+            error = float(np.abs(out - first_out.setdefault(kind, out)).max())
+            times, stages = time_per_layer(program, args)
+            us[kind], flop[kind] = times[0], workload.flop()
+            baseline = dict(baseline_us=round(first.setdefault(kind, times[0]), 2), baseline=f"cp {cp_sizes[0]}")
+            row = harness.flop_row(
+                f"prefill_{what}", case, prefill.IMPLEMENTATION, times, flop[kind], max_abs_err=error, stages=stages,
+                ceiling=False, **baseline,
+            )  # fmt: skip
+            results.add(**row)
+        if what == "layers":
+            total = first.setdefault("mix", sum(prefill.MIX[kind] * us[kind] for kind in us))
+            baseline = dict(baseline_us=round(total, 2), baseline=f"cp {cp_sizes[0]}", ceiling=False)
+            prefill.add_mix(results, f"prefill_{what}", case, us, flop, **baseline)
 
 
 def main():
@@ -201,10 +196,14 @@ def main():
     parser.add_argument("what", choices=("layers", "blocks"))
     prefill.add_arguments(parser)
     args = parser.parse_args()
-    results, models = harness.Results(args.out), [prefill.MODELS[name] for name in args.models]
-    for config in models:
+    gpus = len(jax.devices())
+    cp_sizes = [cp for cp in args.cp if cp <= gpus]
+    if not cp_sizes:
+        parser.error(f"--cp {' '.join(map(str, args.cp))}: there are {gpus} devices")
+    results = harness.Results(args.out)
+    for name in args.models:
         for extend in args.extends:
-            scaling(results, args.what, config, extend, [cp for cp in args.cp if cp <= len(jax.devices())])
+            scaling(results, args.what, prefill.MODELS[name], extend, cp_sizes)
 
 
 if __name__ == "__main__":

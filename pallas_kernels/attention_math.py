@@ -156,9 +156,9 @@ def merge_attention(out_a, lse_a, out_b, lse_b):
 
 
 def merge_parts(out, lse):
-    """`merge_attention` of any number of parts: sequences of out [..., d_v] and lse [...]; returns both in float32.
+    """`merge_attention` of up to some 32 parts: sequences of out [..., d_v] and lse [...]; returns both in float32.
 
-    Without an axis of parts: XLA makes two kernels of this, and three to six of reductions over such an axis.
+    Without an axis of parts: of 5 or 32 parts XLA then makes two kernels instead of three or seven, of 65 up to 50.
     """
     lse = [jnp.where(jnp.isinf(part), -jnp.inf, part) for part in lse]
     top = functools.reduce(jnp.maximum, lse)

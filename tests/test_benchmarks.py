@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu.profiler import ProfilerSpec
+from matplotlib.figure import Figure
 
 from benchmarks import __main__ as bench
 from benchmarks import _harness as harness
@@ -147,6 +148,11 @@ def test_scaling_benchmark(without_gpu, monkeypatch, what):
     assert max(errors) < dict(layers=0.02, blocks=0.1)[what], errors  # blocks: bfloat16 of larger values
 
 
+def test_more_ranks_than_gpus(without_gpu):
+    with pytest.raises(SystemExit):
+        without_gpu(bench_scaling, "layers", "--cp", "16")
+
+
 def test_list_on_this_machine():
     command = [sys.executable, "-m", "benchmarks", "--list"]
     said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
@@ -180,6 +186,29 @@ def rows_of_every_kind() -> list[dict]:
     layers = [dict(ours, op="prefill_layers", case=f"c4_p1_e2_cp{n}_h64_k512", us=100 / n) for n in (1, 2)]
     growth = [dict(ours, op="prefill_sparse", case=f"c4_p{n}_e2_cp1_h64_k512", us=n) for n in (1024, 2048)]
     return [sparse, gather, *layers, *growth]
+
+
+def test_curves_of_growth():
+    """A panel for each kind, a curve for each path; what has another shape, or one prefix only, is left out."""
+    ours = dict(implementation="mosaic_gpu", us=3)
+    drawn = [f"c128_p{n}_e2_cp1_h64_k512" for n in (2048, 1024, 4096)]
+    rows = [dict(ours, op=f"prefill_{path}", case=case) for path in ("sparse", "dense") for case in drawn]
+    rows += [dict(ours, op="prefill_sparse", case=f"c4_p{n}_e2_cp1_h64_k512") for n in (1024, 2048)]
+    others = ["c128_p8_e2_cp2_h64_k512", "c128_p8_e2_b4_cp1_h64_k512", "c0_p8_e2_cp1_h64_k512", "c4_p8_e4_cp1_h64_k512"]
+    rows += [dict(ours, op="prefill_sparse", case=case) for case in others]
+    rows += [dict(ours, op="prefill_dense", case="c4_p8_e2_cp1_h64_k512", implementation="flashmla")]
+    figure = Figure()
+    assert plots.growth(rows, figure)
+    curves = {
+        (axes.get_title(), line.get_label()): list(line.get_xdata())
+        for axes in figure.axes
+        for line in axes.get_lines()
+    }
+    assert curves == {
+        ("c4, 2 rows, 64 heads", "sparse"): [1024, 2048],
+        ("c128, 2 rows, 64 heads", "sparse"): [1024, 2048, 4096],
+        ("c128, 2 rows, 64 heads", "dense"): [1024, 2048, 4096],
+    }
 
 
 def test_plots(tmp_path):

@@ -47,6 +47,8 @@ from pallas_kernels.mosaic_paged_interpreted import InterpretedPaged
 KERNEL_NAME = "paged_mla_attention"
 REGISTERS = (216, 72)
 """Per thread of a computing warpgroup and of the producer, which holds 16 values in the making."""
+MOST_PARTS = 32
+"""Parts of a query: see `merge_parts`."""
 REFILLS = ((LEFT0, 0, False), (RIGHT1, 1, True), (RIGHT0, 0, True), (LEFT1, 1, False))
 """The half tiles of a round in the order in which they become free: barrier, tile, whether it is the right half."""
 
@@ -71,10 +73,10 @@ def unsupported(q: jax.Array, scopes, *, d_v: int) -> str | None:
 def parts_of_query(b: int, h_q: int, columns: tuple[int, ...]) -> int:
     """Into how many parts a query's rounds are dealt out; columns: index columns of each scope."""
     items, rounds = b * cdiv(h_q, HEADS), sum(cdiv(n, PAIR) for n in columns)
-    # As many as there are blocks for, each with a round at least.
-    parts = max(1, min(SMS // items, rounds))
-    # Outputs in float32 and their merging cost what two rounds do (H200, 64 heads, 128 + 512 columns: 8 rows take
-    # 17.7 us in five parts, 32.1 us in one; 64 rows 35.4 us in two, 34.6 us in one).
+    # As many as there are blocks for, each with a round at least, and as `merge_parts` can take.
+    parts = max(1, min(SMS // items, rounds, MOST_PARTS))
+    # Outputs in float32 and their merging cost what two rounds do (version 3, H200, 64 heads, 128 + 512 columns: 8 rows
+    # take 17.7 us in five parts, 32.1 us in one; 64 rows 35.4 us in two, 34.6 us in one).
     return parts if rounds - cdiv(rounds, parts) > 2 else 1
 
 

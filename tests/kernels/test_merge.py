@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import apply_attn_sink, merge_attention, sparse_mla_attention
+from pallas_kernels.attention_math import merge_parts
+from tests.helpers.aot import compile_for_h200
 
 
 def test_30_and_70_keys_are_100(rng):
@@ -18,6 +20,33 @@ def test_30_and_70_keys_are_100(rng):
     out, lse = merge_attention(a.out, a.lse, b.out, b.lse)
     np.testing.assert_allclose(out, whole.out, atol=1e-6)
     np.testing.assert_allclose(lse, whole.lse, rtol=1e-6)
+
+
+def test_many_parts(rng):
+    """As one softmax over all keys, some parts without a key."""
+    logits = rng.standard_normal((32, 3, 2, 4)) * 20
+    logits[rng.random((32, 3, 2)) < 0.3] = -np.inf
+    logits[:, 2, 1] = -np.inf
+    values = rng.standard_normal((32, 3, 2, 4, 8))
+    top = np.maximum(logits.max((0, 3)), -1e4)
+    weights = np.exp(logits - top[..., None])
+    sums, products = weights.sum(-1), np.einsum("pijk,pijkd->pijd", weights, values)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        outs = jnp.asarray(products / sums[..., None], jnp.float32)  # NaN in parts without a key
+        lses = jnp.asarray(np.where(sums > 0, np.log(sums) + top, np.inf), jnp.float32)
+        want = np.nan_to_num(products.sum(0) / sums.sum(0)[..., None])
+    got, lse = merge_parts(outs, lses)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(lse, np.where(sums.sum(0) > 0, np.log(sums.sum(0) + 1e-99) + top, np.inf), rtol=1e-6)
+    assert lse[2, 1] == np.inf and np.isfinite(np.delete(np.ravel(lse), 5)).all()
+
+
+@pytest.mark.aot
+def test_kernels_of_the_merge():
+    """Reductions over an axis of parts would make seven."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 1, 64, 512), (32, 1, 64))]
+    text = compile_for_h200(merge_parts, *shapes).as_text()
+    assert text[text.index("ENTRY") :].count(" fusion(") <= 3, text
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

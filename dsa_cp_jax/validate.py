@@ -231,9 +231,10 @@ def validate(engine: Engine, prompts: list[Prompt], bound: float) -> dict:
     device = next(iter(engine.mesh[cp_size].devices.flat))
     return dict(
         passed=not failures, failures=failures, cp_size=cp_size, gate=engine.gate, batch=engine.requests,
-        device=device.device_kind, bound=bound, token_capacity=engine.token_capacity, pages=engine.pages,
-        kinds=list(KINDS), new_tokens=NEW_TOKENS, ties=ties, steps=steps, seconds=round(seconds, 1), control=control,
-        prompts=[dataclasses.asdict(r) for r in reports],
+        device=device.device_kind, processes=jax.process_count(), jax=jax.__version__,
+        xla_flags=os.environ.get("XLA_FLAGS", ""), bound=bound, token_capacity=engine.token_capacity,
+        pages=engine.pages, kinds=list(KINDS), new_tokens=NEW_TOKENS, ties=ties, steps=steps,
+        seconds=round(seconds, 1), control=control, prompts=[dataclasses.asdict(r) for r in reports],
     )  # fmt: skip
 
 

@@ -166,6 +166,6 @@ def test_two_processes_of_two_cpu_devices(port, tmp_path):
     assert said[-1].startswith("passed: 2 prompts") and "sparse + cp 4, dense + cp 4: 8 steps" in said[-1]
     assert not other_said
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["passed"] and report["cp_size"] == 4
+    assert report["passed"] and report["cp_size"] == 4 and report["processes"] == 2
     paths = {p["name"]: [c["path"] for c in p["chunks"]] for p in report["prompts"]}
     assert paths == {"even.txt": ["sparse", "sparse"], "odd.txt": ["dense"]}

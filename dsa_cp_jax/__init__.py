@@ -1,7 +1,8 @@
 """DeepSeek-V4 sparse-attention prefill under round-robin context parallelism, in JAX."""
 
 from dsa_cp_jax.attention import dsa_prefill_attention, dsa_prefill_attention_local
-from dsa_cp_jax.chunk import ChunkPlan, PrefillChunk, WorkspaceRegion, make_plan, validate_chunk
+from dsa_cp_jax.chunk import ChunkPlan, PrefillChunk, WorkspaceRegion, make_plan
+from dsa_cp_jax.chunk_check import validate_chunk
 from dsa_cp_jax.config import DSAConfig
 from dsa_cp_jax.gate import GateDecision, can_use_sparse_prefill, sparse_prefill_predicate
 from dsa_cp_jax.kv_cache import KVPool, write_kv

@@ -5,12 +5,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dsa_cp_jax.chunk import ChunkPlan, visible_entries
 from dsa_cp_jax.config import DSAConfig, compress_ratio
-from dsa_cp_jax.kv_cache import KVPool
+from dsa_cp_jax.kv_cache import KVPool, check_pool
 from dsa_cp_jax.paths import dense_prefill, sparse_prefill
 from dsa_cp_jax.round_robin import rank_rows
 from pallas_kernels.common import check_array, match_varying
@@ -53,13 +54,7 @@ def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sin
         if kind == "c128" and topk_indices is not None:
             raise ValueError("`topk_indices` must be None for a c128 layer (it attends to every entry), got a value.")
     for name, pool, page_size in pools:
-        _check_type(name, pool, KVPool)
-        if pool.page_size != page_size or pool.layout.d != config.d_qk:
-            raise ValueError(
-                f"`{name}` must have page_size={page_size} and rows of d_qk={config.d_qk} ({kind} layer, config), got "
-                f"page_size={pool.page_size} and {pool.layout!r}."
-            )
-        pool.layout.check_pages(f"{name}.pages", pool.pages, pool.page_size)
+        check_pool(name, pool, page_size, config.d_qk)
     if topk_indices is not None:
         check_array("topk_indices", topk_indices, jnp.int32, rows=rows, topk=None)
     if attn_sink is not None:
@@ -78,7 +73,7 @@ def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sin
         )
     regions = [plan.swa] if not ratio else [plan.swa, plan.compressed[kind]]
     for (name, pool, _), region in zip(pools, regions):
-        highest = int(region.slots.max(initial=-1))
+        highest = int(np.asarray(region.slots).max(initial=-1))  # NumPy: this may be traced, with a plan that is not
         if highest >= pool.num_slots:
             raise ValueError(f"`{name}` must hold slot {highest} of the chunk's KV, got {pool.num_slots} slots.")
 
@@ -212,8 +207,9 @@ def dsa_prefill_attention(
       plan: from `make_plan`; P().
       swa_pool: the SWA pool, page_size config.swa_page_size; P().
       compressed_pool: the pool of the layer's compressed KV, None for c0; P().
-      topk_indices: [token_capacity, topk] int32 entries, request-local, any topk; c4 only; P(cp_axis). -1 is none, and
-        so is an entry that the query must not see.
+      topk_indices: [token_capacity, topk] int32 entries, request-local, any topk; c4 only; P(cp_axis). Of a row at
+        position pos the first min((pos + 1) // 4, topk) columns count, as many as there are entries to see, in any
+        order: a selection has to stand first. There -1 is none, and so is an entry that the query must not see.
       attn_sink: [h_q] float32, natural units, or None; P(head_axis).
       kind: "c0" (SWA only), "c4" (CSA) or "c128" (HCA).
       config: the model's DSAConfig.

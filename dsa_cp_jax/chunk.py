@@ -13,10 +13,11 @@ from jax import lax
 
 from dsa_cp_jax.config import LAYER_KINDS, DSAConfig, compress_ratio
 from dsa_cp_jax.gate import sparse_prefill_predicate
-from dsa_cp_jax.kv_cache import KVPool
-from pallas_kernels.common import cdiv, check_array, check_int
+from pallas_kernels.common import check_array, check_int
 
 INT32_MAX = np.iinfo(np.int32).max
+MOST_TOKENS = 2**30
+"""Of a chunk: rows are counted in int32."""
 
 
 def _lookup(table: jax.Array, *index) -> jax.Array:
@@ -89,7 +90,10 @@ class PrefillChunk:
         """
 
         def integers(name: str, x, **dims) -> np.ndarray:
-            x = np.asarray(x)
+            try:
+                x = np.asarray(x) if np.size(x) else np.zeros(np.shape(x), np.int32)
+            except ValueError:
+                raise ValueError(f"`{name}` must be an array of integers, got {x!r}.") from None
             check_array(name, x, (np.int32, np.int64), **dims)
             if x.size and (x.max() > INT32_MAX or x.min() < -INT32_MAX - 1):
                 raise ValueError(f"`{name}` must fit into int32, got values {x.min()}..{x.max()}.")
@@ -118,6 +122,8 @@ class PrefillChunk:
         cp_size, token_capacity = check_int("cp_size", cp_size), check_int("token_capacity", token_capacity)
         if token_capacity % cp_size:
             raise ValueError(f"`token_capacity` must be a multiple of cp_size={cp_size}, got {token_capacity}.")
+        if token_capacity > MOST_TOKENS:
+            raise ValueError(f"`token_capacity` must be at most {MOST_TOKENS}, got {token_capacity}.")
 
         live = np.arange(size) < num_reqs
         seq_lens, extend_lens, req_pool_indices = (
@@ -127,6 +133,8 @@ class PrefillChunk:
         new_slots = []
         for i in range(num_reqs):
             seq, extend, row = int(seq_lens[i]), int(extend_lens[i]), int(req_pool_indices[i])
+            if seq < 0:
+                raise ValueError(f"`seq_lens[{i}]` must be >= 0, got {seq}.")
             if not 0 <= extend <= seq:
                 raise ValueError(f"`extend_lens[{i}]` must be in 0..seq_lens[{i}]={seq}, got {extend}.")
             if seq > req_to_token.shape[1]:
@@ -157,6 +165,10 @@ class PrefillChunk:
             raise ValueError(
                 f"`full_to_swa` must give every new token a slot of its own; position {pos[0]} of request {requests[0]}"
                 f" and position {pos[1]} of request {requests[1]} share slot {slots[tokens[0]]}."
+            )
+        if not isinstance(entry_capacities, Mapping | None):
+            raise ValueError(
+                f"`entry_capacities` must map compress ratios to entries, got {type(entry_capacities).__name__}."
             )
         entry_capacities = dict(entry_capacities or {})
         for ratio, capacity in entry_capacities.items():
@@ -351,47 +363,3 @@ def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int, gate: str
         config=config,
         cp_size=cp_size,
     )
-
-
-def validate_chunk(
-    chunk: PrefillChunk, config: DSAConfig, swa_pool: KVPool, compressed_pools: Mapping[str, KVPool]
-) -> None:
-    """Checks on the host that every slot the chunk can touch is inside its pool. For debugging and before a first run.
-
-    Args:
-      chunk: from `PrefillChunk.build`.
-      config: the model's DSAConfig.
-      swa_pool: the SWA pool.
-      compressed_pools: {"c4": pool, "c128": pool}, those that the model has.
-
-    Raises:
-      ValueError: the page table or pool that is too small, and how many pages are needed.
-    """
-    seq_lens, extend_lens = np.asarray(chunk.seq_lens), np.asarray(chunk.extend_lens)
-    gather_lens = np.minimum(seq_lens, extend_lens + config.swa_window - 1)
-    for i in np.flatnonzero(extend_lens[: int(chunk.num_reqs)]):
-        pos = jnp.arange(seq_lens[i] - gather_lens[i], seq_lens[i], dtype=jnp.int32)
-        slots = np.asarray(chunk.swa_slots(jnp.full_like(pos, i), pos))
-        if slots.size and (slots.min() < 0 or slots.max() >= swa_pool.num_slots):
-            raise ValueError(
-                f"`swa_pool` must hold the window of request {i}: slots {slots.min()}..{slots.max()} "
-                f"({cdiv(int(slots.max()) + 1, swa_pool.page_size)} pages), got {swa_pool.num_slots} slots."
-            )
-        for kind, pool in compressed_pools.items():
-            if compress_ratio(kind) not in chunk.page_tables:
-                raise ValueError(
-                    f"`compressed_pools` must have kinds that the chunk has page tables for, got {kind!r}."
-                )
-            table = np.asarray(chunk.page_tables[compress_ratio(kind)])
-            pages = cdiv(int(seq_lens[i]) // compress_ratio(kind), pool.page_size)
-            if pages > table.shape[1]:
-                raise ValueError(
-                    f"`page_tables[{compress_ratio(kind)}]` must have {pages} pages for the {seq_lens[i]} tokens of "
-                    f"request {i}, got {table.shape[1]}."
-                )
-            used = table[i, :pages]
-            if pages and (used.min() < 0 or used.max() >= pool.pages.shape[0]):
-                raise ValueError(
-                    f"`page_tables[{compress_ratio(kind)}]` must name pages in 0..{pool.pages.shape[0] - 1} of "
-                    f"the {kind} pool, got {used.min()}..{used.max()} for request {i}."
-                )

@@ -55,6 +55,8 @@ def can_use_sparse_prefill(
     Source: the rule of SGLang pull request 27276.
     """
     ranks = check_int("cp_size", cp_size) if is_cp_round_robin else 1
+    q_num_rows = check_int("q_num_rows", q_num_rows, 0)
+    cp_num_rows = None if cp_num_rows is None else check_int("cp_num_rows", cp_num_rows, 0)
     if extend_lens is not None and not isinstance(extend_lens, (Sequence, np.ndarray)):
         raise ValueError(f"`extend_lens` must be a sequence of lengths, or None, got {extend_lens!r}.")
     if extend_lens is None or any(length is None for length in extend_lens):

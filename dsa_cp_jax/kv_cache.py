@@ -25,6 +25,9 @@ class KVPool:
     layout: KVLayout = dataclasses.field(metadata=dict(static=True))
     page_size: int = dataclasses.field(metadata=dict(static=True))
 
+    def __post_init__(self):
+        _check_statics(self.layout, self.page_size)
+
     @classmethod
     def zeros(cls, num_pages: int, *, layout: KVLayout, page_size: int) -> "KVPool":
         """An empty pool of `num_pages` pages.
@@ -32,15 +35,32 @@ class KVPool:
         Raises:
           ValueError: a page count or page size that is not positive.
         """
-        if not isinstance(layout, KVLayout):
-            raise ValueError(f"`layout` must be a KVLayout, got {layout!r}.")
-        num_pages, page_size = check_int("num_pages", num_pages), check_int("page_size", page_size)
-        return cls(jnp.zeros((num_pages, layout.page_stride(page_size)), jnp.uint8), layout=layout, page_size=page_size)
+        _check_statics(layout, page_size)
+        pages = jnp.zeros((check_int("num_pages", num_pages), layout.page_stride(page_size)), jnp.uint8)
+        return cls(pages, layout=layout, page_size=page_size)
 
     @property
     def num_slots(self) -> int:
         """Rows that the pool holds."""
         return self.pages.shape[0] * self.page_size
+
+
+def _check_statics(layout, page_size) -> None:
+    if not isinstance(layout, KVLayout):
+        raise ValueError(f"`layout` must be a KVLayout, got {layout!r}.")
+    check_int("page_size", page_size)
+
+
+def check_pool(name: str, pool, page_size: int, d_qk: int) -> None:
+    """ValueError unless `pool` is a KVPool with pages of that size and rows of that width."""
+    if not isinstance(pool, KVPool):
+        raise ValueError(f"`{name}` must be a KVPool, got {type(pool).__name__}.")
+    if pool.page_size != page_size or pool.layout.d != d_qk:
+        raise ValueError(
+            f"`{name}` must have page_size={page_size} and rows of d_qk={d_qk} (config), got "
+            f"page_size={pool.page_size} and {pool.layout!r}."
+        )
+    pool.layout.check_pages(f"{name}.pages", pool.pages, pool.page_size)
 
 
 def write_kv(pool: KVPool, slots: jax.Array, rows: jax.Array) -> KVPool:

@@ -16,7 +16,9 @@ def _with_whole_rows(x) -> jax.Array:
     """`x` as an array with its first axis whole on every device: Explicit axes do not let rows move between ranks."""
     if not hasattr(x, "shape") or not x.shape:
         raise ValueError(f"`x` must be an array [rows, ...], got {x if not hasattr(x, 'shape') else x.shape}.")
-    x = jnp.asarray(x)
+    dtype, x = x.dtype, jnp.asarray(x)
+    if x.dtype != dtype:
+        raise ValueError(f"`x` must have a dtype that JAX keeps, got {dtype}, of which it makes {x.dtype}.")
     sharding = jax.typeof(x).sharding
     if sharding.spec and sharding.spec[0] is not None:
         x = jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:])))
@@ -35,7 +37,7 @@ def split_round_robin(x: jax.Array, cp_size: int) -> jax.Array:
       past n.
 
     Raises:
-      ValueError: cp_size < 1, or no rows.
+      ValueError: cp_size < 1, no array of rows, or one of NumPy's with 64 bits a number.
     """
     cp_size, x = check_int("cp_size", cp_size), _with_whole_rows(x)
     rows = cdiv(x.shape[0], cp_size)
@@ -94,8 +96,15 @@ def query_start_loc(extend_lens: jax.Array, cp_size: int, cp_rank) -> jax.Array:
 
     Returns:
       [num_reqs + 1] int32.
+
+    Raises:
+      ValueError: a wrong shape or dtype, or a rank outside 0..cp_size - 1 that is not traced.
     """
     check_array("extend_lens", extend_lens, jnp.int32, num_reqs=None)
     cp_size = check_int("cp_size", cp_size)
+    if isinstance(cp_rank, jax.Array):
+        check_array("cp_rank", cp_rank, jnp.int32)
+    elif check_int("cp_rank", cp_rank, 0) >= cp_size:
+        raise ValueError(f"`cp_rank` must be in 0..{cp_size - 1}, got {cp_rank}.")
     ends = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(extend_lens, dtype=jnp.int32)])
     return jnp.maximum(ends - cp_rank + cp_size - 1, 0) // cp_size

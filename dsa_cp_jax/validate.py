@@ -274,6 +274,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--cp must be at least 2, got {args.cp}")
     if len({args.coordinator is None, args.num_processes is None, args.process_id is None}) > 1:
         parser.error("--coordinator, --num-processes and --process-id must be given together")
+    if args.num_processes is not None and args.num_processes < 1:
+        parser.error(f"--num-processes must be at least 1, got {args.num_processes}")
     if args.batch < 1:
         parser.error(f"--batch must be at least 1, got {args.batch}")
     args.pages = args.pages if args.pages is not None else 12 if args.quick else 48
@@ -281,6 +283,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--pages must be at least 1, got {args.pages}")
     if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         parser.error(f"--json must be a file in an existing directory, got {str(args.json)!r}")
+    if args.show_bug is not None and (args.cp or 4) > 16:
+        parser.error(f"--show-bug draws at most 16 ranks, got --cp {args.cp}")
     if args.show_bug is not None and (args.show_bug.suffix != ".png" or not args.show_bug.absolute().parent.is_dir()):
         parser.error(f"--show-bug must be a .png file in an existing directory, got {str(args.show_bug)!r}")
     return args

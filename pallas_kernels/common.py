@@ -82,7 +82,7 @@ def resolve_implementation(
 
     Raises:
       ValueError: unknown name, or `interpret` together with "xla".
-      NotImplementedError: "mosaic_gpu" was named and cannot serve these arguments.
+      NotImplementedError: "mosaic_gpu" was named and cannot serve these arguments, or is known to run elsewhere.
     """
     if implementation not in (None, "xla", "mosaic_gpu"):
         raise ValueError(f"`implementation` of {op} must be None, 'xla' or 'mosaic_gpu', got {implementation!r}.")
@@ -91,12 +91,25 @@ def resolve_implementation(
             raise ValueError(f"`interpret` of {op} runs the Mosaic kernel; implementation='xla' has none.")
         implementation = "mosaic_gpu"
     if implementation == "mosaic_gpu":
-        if (reason := unsupported()) is not None:
+        reason = unsupported()
+        if reason is None and not interpret and (platform := _known_platform(argument)) in ("cpu", "tpu"):
+            reason = (
+                f"it needs a Hopper GPU, and this runs on {platform} (interpret=True: Pallas' interpreter does it)."
+            )
+        if reason is not None:
             raise NotImplementedError(f"implementation='mosaic_gpu' of {op}: {reason}")
         return "mosaic_gpu"
     if implementation is None and runs_on_hopper(argument) and unsupported() is None:
         return "mosaic_gpu"
     return "xla"
+
+
+def _known_platform(argument: Any) -> str | None:
+    """The platform of an argument that is not traced, or of a surrounding shard_map's mesh; None where not known."""
+    if isinstance(argument, jax.Array) and not isinstance(argument, jax.core.Tracer):
+        return next(iter(argument.devices())).platform
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else device.platform
 
 
 def runs_on_hopper(argument: Any = None) -> bool:
@@ -107,8 +120,7 @@ def runs_on_hopper(argument: Any = None) -> bool:
     """
     if isinstance(argument, jax.Array) and not isinstance(argument, jax.core.Tracer):
         return all(getattr(device, "compute_capability", None) == "9.0" for device in argument.devices())
-    mesh_device = jax.sharding.get_abstract_mesh().abstract_device
-    if mesh_device is not None and mesh_device.platform in ("cpu", "tpu"):
+    if _known_platform(argument) in ("cpu", "tpu"):
         return False
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):  # a platform

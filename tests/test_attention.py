@@ -77,6 +77,43 @@ def test_arms_agree(world, rng, kind, cp):
         np.testing.assert_allclose(outs[0], outs[2], atol=1e-5)
 
 
+def test_a_plan_from_outside_the_jit(world, rng):
+    """A plan that the jitted function, or a gradient or loop in it, closes over: as one that is an argument."""
+    q, topk, _ = world.queries(rng, *FULL)
+    plan = make_plan(world.chunk(*FULL, 4), CONFIG, cp_size=4)
+    want = entry("c4", 4)(q, plan, *world.arguments("c4", topk))
+    swa_pool, pool, topk, sink = world.arguments("c4", topk)
+    how = dict(kind="c4", config=CONFIG, mesh=cpu_mesh())
+    args = swa_pool, pool, split_round_robin(topk, 4), sink
+
+    def run(q, path="auto"):
+        return dsa_prefill_attention(split_round_robin(q, 4), plan, *args, path=path, **how)
+
+    for path in ("auto", "sparse"):
+        out = jax.jit(functools.partial(run, path=path))(q)
+        np.testing.assert_allclose(merge_round_robin(out, 4, 48), want, atol=1e-6)
+    looped = jax.lax.fori_loop(0, 2, lambda i, x: run(q), jnp.zeros_like(q))
+    np.testing.assert_allclose(merge_round_robin(looped, 4, 48), want, atol=1e-6)
+    assert np.isfinite(jax.jit(jax.grad(lambda q: run(q).sum()))(q)).all()
+
+
+def test_a_selection_stands_first(world, rng):
+    """Of a row the first min((pos + 1) // 4, topk) columns count, in any order; the others may hold anything."""
+    seq, extend = [40], [40]
+    q, topk, where = world.queries(rng, seq, extend)
+    plan = plan_of(world.chunk(seq, extend, 4), config=CONFIG, cp_size=4)
+    swa_pool, pool, topk, sink = world.arguments("c4", topk)
+    visible = np.array([(pos + 1) // 4 for _, pos in where])[:, None]
+    columns = np.arange(CONFIG.topk)
+    first = np.full((48, CONFIG.topk), -1, np.int32)
+    first[: len(where)] = np.where(columns < visible, columns, -1)
+    order = first.copy()
+    order[: len(where)] = np.where(columns < visible, visible - 1 - columns, 7)
+    outs = [entry("c4", 4)(q, plan, swa_pool, pool, jnp.asarray(x), sink) for x in (first, order)]
+    np.testing.assert_allclose(*outs, atol=1e-6)
+    np.testing.assert_allclose(outs[0], world.oracle("c4", q, jnp.asarray(first), where), atol=1e-5)
+
+
 def test_bfloat16(world, rng):
     seq, extend, _ = CASES["full"]
     q, topk, where = world.queries(rng, seq, extend, jnp.bfloat16)

@@ -108,10 +108,14 @@ def test_sglang_geometry(path):
         (dict(seq_lens=[10.0, 2.0, 1.0]), r"`seq_lens` must have dtype int32 or int64, got float64"),
         (dict(extend_lens=[-1, 0, 0]), r"`extend_lens\[0\]` must be in 0..seq_lens\[0\]=40, got -1"),
         (dict(extend_lens=[41, 0, 0]), r"`extend_lens\[0\]` must be in 0..seq_lens\[0\]=40, got 41"),
+        (dict(seq_lens=[-1, 9, 9], extend_lens=[0, 9, 0]), r"`seq_lens\[0\]` must be >= 0, got -1"),
+        (dict(seq_lens=[[1], [2, 3]]), r"`seq_lens` must be an array of integers, got \[\[1\], \[2, 3\]\]"),
         (dict(seq_lens=[641, 9, 9]), r"`seq_lens\[0\]` must be <= max_len=640 \(req_to_token\), got 641"),
         (dict(req_pool_indices=[4, 0, 0]), r"`req_pool_indices\[0\]` must be in 0..3, got 4"),
         (dict(extend_lens=[40, 9, 0]), r"`extend_lens` must sum to at most token_capacity=48, got 49"),
         (dict(token_capacity=130), r"`token_capacity` must be a multiple of cp_size=4, got 130"),
+        (dict(token_capacity=2**31), r"`token_capacity` must be at most 1073741824, got 2147483648"),
+        (dict(entry_capacities=[8]), "`entry_capacities` must map compress ratios to entries, got list"),
         (dict(cp_size=0), r"`cp_size` must be an int >= 1, got 0"),
         (dict(token_capacity=48.0), r"`token_capacity` must be an int >= 1, got 48.0"),
         (dict(page_tables=None), r"`page_tables` must map compress ratios to tables, got NoneType"),
@@ -146,8 +150,9 @@ def test_plan_checks_cp_size(world):
         make_plan(world.chunk([9], [9], 4), None, cp_size=4)
     with pytest.raises(ValueError, match="`chunk` must be a PrefillChunk, got dict"):
         make_plan({}, CONFIG, cp_size=4)
-    with pytest.raises(ValueError, match="`seq_lens` must have at least one request slot"):
-        world.chunk([], [], 4, seq_lens=np.zeros(0, int))
+    for none in ([], np.zeros(0, int)):
+        with pytest.raises(ValueError, match="`seq_lens` must have at least one request slot"):
+            world.chunk([], [], 4, seq_lens=none)
 
 
 def test_validate_chunk_says_how_many_pages(world):
@@ -157,7 +162,7 @@ def test_validate_chunk_says_how_many_pages(world):
     small = KVPool.zeros(3, layout=KVLayout.V4, page_size=16)
     with pytest.raises(ValueError, match=r"`swa_pool` must hold the window of request 0: .*pages\), got 48 slots"):
         validate_chunk(chunk, CONFIG, small, pools)
-    with pytest.raises(ValueError, match=r"`page_tables\[4\]` must name pages in 0..2 of the c4 pool"):
+    with pytest.raises(ValueError, match=r"`page_tables\[4\]\[0, 0\]` must name a page in 0..2 of the c4 pool"):
         validate_chunk(chunk, CONFIG, world.pools["c0"], {"c4": KVPool.zeros(3, layout=KVLayout.V4, page_size=8)})
     narrow = world.chunk([600], [8], 4, page_tables={4: world.page_tables[4][:, :3]})
     with pytest.raises(ValueError, match="`compressed_pools` must have kinds that the chunk has page tables for"):
@@ -165,7 +170,24 @@ def test_validate_chunk_says_how_many_pages(world):
     with pytest.raises(
         ValueError, match=r"`page_tables\[4\]` must have 19 pages for the 600 tokens of request 0, got 3"
     ):
-        validate_chunk(narrow, CONFIG, world.pools["c0"], {"c4": world.pools["c4"]})
+        validate_chunk(narrow, CONFIG, world.pools["c0"], {})
+    evicted = world.full_to_swa.copy()
+    evicted[world.req_to_token[world.pool_rows[0], 500]] = -1
+    unmapped = world.req_to_token.copy()
+    unmapped[world.pool_rows[0], 500] = -1
+    for change in (dict(full_to_swa=evicted), dict(req_to_token=unmapped)):
+        with pytest.raises(ValueError, match=r"`full_to_swa` must .* sees; request 0 has none at position 500"):
+            validate_chunk(world.chunk([600], [8], 4, **change), CONFIG, world.pools["c0"], pools)
+    for arguments, message in [
+        ((make_plan(chunk, CONFIG, cp_size=4), CONFIG, small, pools), "`chunk` must be a PrefillChunk, got ChunkPlan"),
+        ((chunk, None, small, pools), "`config` must be a DSAConfig, got NoneType"),
+        ((chunk, CONFIG, small.pages, pools), "`swa_pool` must be a KVPool, got "),
+        ((chunk, CONFIG, small, small), "`compressed_pools` must be a Mapping, got KVPool"),
+        ((chunk, CONFIG, small, {"c4": small}), r"`compressed_pools\['c4'\]` must have page_size=8 .* got page_size=16"),
+        ((chunk, CONFIG, pools["c4"], pools), "`swa_pool` must have page_size=16 .* got page_size=8"),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            validate_chunk(*arguments)
 
 
 def test_a_key_without_a_slot_overflows(world):
@@ -215,8 +237,11 @@ def test_pool_writes(rng):
             write_kv(pool, slots, bad)
     with pytest.raises(ValueError, match="`pool` must be a KVPool, got "):
         write_kv(pool.pages, slots, rows)
-    with pytest.raises(ValueError, match="`layout` must be a KVLayout, got 'V4'"):
-        KVPool.zeros(3, layout="V4", page_size=4)
+    for make in (KVPool, lambda _, **statics: KVPool.zeros(3, **statics)):
+        with pytest.raises(ValueError, match="`layout` must be a KVLayout, got 'V4'"):
+            make(pool.pages, layout="V4", page_size=4)
+        with pytest.raises(ValueError, match=r"`page_size` must be an int >= 1, got 4.0"):
+            make(pool.pages, layout=KVLayout.V4, page_size=4.0)
     with pytest.raises(ValueError, match="`num_pages` must be an int >= 1, got 0"):
         KVPool.zeros(0, layout=KVLayout.V4, page_size=4)
 

@@ -47,6 +47,8 @@ def test_cp_size_is_needed_first(size, lens):
     "change, message",
     [
         (dict(cp_size=2.5), "`cp_size` must be an int >= 1, got 2.5"),
+        (dict(q_num_rows=None), "`q_num_rows` must be an int >= 0, got None"),
+        (dict(cp_num_rows="16"), "`cp_num_rows` must be an int >= 0, got '16'"),
         (dict(cp_size="4"), "`cp_size` must be an int >= 1, got '4'"),
         (dict(extend_lens=128), "`extend_lens` must be a sequence of lengths, or None, got 128"),
         (dict(extend_lens=[1.5]), r"`extend_lens\[0\]` must be an int >= 0, got 1.5"),

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsa_cp_jax import DSAConfig, KVPool, PrefillChunk, dsa_prefill_attention, make_plan, validate
-from dsa_cp_jax.compat.flash_mla import flash_mla_with_kvcache
+from dsa_cp_jax.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from pallas_kernels import KVLayout, gather_dequant, paged_mla_attention, sparse_mla_attention
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "troubleshooting.md"
@@ -70,6 +71,12 @@ RAISE = [
     lambda: flash_mla_with_kvcache(None, None, None, None, 512, None),
     lambda: validate.pick_devices(64),
 ]
+
+
+def test_without_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModuleNotFoundError, match="torch is not installed: .* JAX arrays go to pallas_kernels"):
+        flash_mla_sparse_fwd(*[np.zeros(1)] * 3, 1.0)
 
 
 def test_as_many_as_there_are():

@@ -123,6 +123,8 @@ def test_a_lost_interrupt_comes_through():
         ["--json", "."],
         ["--show-bug", "/no/such/place/x.png"],
         ["--show-bug", "x.foo"],
+        ["--show-bug", "x.png", "--cp", "17"],
+        ["--num-processes", "0", "--process-id", "0", "--coordinator", "localhost:1"],
     ],
 )
 def test_bad_arguments(arguments, capsys):

@@ -181,7 +181,13 @@ def _paged(
 
 def _device_of(q):
     """Makes q's GPU the current one of torch, as FlashMLA does: dlpack hands tensors over from that one only."""
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        message = (
+            "This is FlashMLA's interface for torch tensors, and torch is not installed: pip install -e '.[compare]'."
+        )
+        raise ModuleNotFoundError(f"{message} JAX arrays go to pallas_kernels.") from error
 
     return torch.cuda.device(q.device) if getattr(q, "is_cuda", False) else contextlib.nullcontext()
 

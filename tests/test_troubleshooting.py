@@ -75,7 +75,7 @@ RAISE = [
 
 def test_without_torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ModuleNotFoundError, match="torch is not installed: .* JAX arrays go to pallas_kernels"):
+    with pytest.raises(ModuleNotFoundError, match=r"torch is not installed: .* JAX arrays go to pallas_kernels"):
         flash_mla_sparse_fwd(*[np.zeros(1)] * 3, 1.0)
 
 

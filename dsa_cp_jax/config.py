@@ -78,6 +78,8 @@ class DSAConfig:
                 check_int(field.name, value, low=0 if field.name in ("topk", "d_rope") else 1)
             else:
                 check_real(field.name, value)
+        if self.d_rope % 2:
+            raise ValueError(f"`d_rope` must be even (RoPE turns pairs), got {self.d_rope}.")
         if self.d_v > self.d_qk or self.d_rope > self.d_qk:
             raise ValueError(f"`d_v` and `d_rope` must be <= d_qk={self.d_qk}, got {self.d_v} and {self.d_rope}.")
 

@@ -27,7 +27,7 @@ from dsa_cp_jax.kv_cache import KVPool, write_kv
 from dsa_cp_jax.layers import RMSNorm, apply_rope, rms_normalize, rope_angles, rope_frequencies
 from dsa_cp_jax.round_robin import rank_rows
 from pallas_kernels import KVLayout, quantize_rows
-from pallas_kernels.common import check_array
+from pallas_kernels.common import check_array, check_int
 
 
 @jax.tree_util.register_dataclass
@@ -97,6 +97,9 @@ class DSAAttention(nnx.Module):
         Raises:
           ValueError: an unknown kind, groups that do not divide the heads, or widths that do not fit.
         """
+        for name, value, wanted in (("config", config, DSAConfig), ("rngs", rngs, nnx.Rngs)):
+            if not isinstance(value, wanted):
+                raise ValueError(f"`{name}` must be {wanted.__name__}, got {type(value).__name__}.")
         if config.h_q % config.o_groups:
             raise ValueError(f"`o_groups` must divide h_q={config.h_q}, got {config.o_groups}.")
         if config.d_v != config.d_qk:
@@ -134,8 +137,11 @@ class DSAAttention(nnx.Module):
           dtype: of the indexer's keys and the rings.
 
         Raises:
-          ValueError: as `KVPool.zeros`.
+          ValueError: as `KVPool.zeros`, or a layout whose rows are not d_qk wide.
         """
+        check_int("state_rows", state_rows)
+        if isinstance(layout, KVLayout) and layout.d != self.config.d_qk:
+            raise ValueError(f"`layout` must have rows of d_qk={self.config.d_qk} values, got {layout!r}.")
         swa = KVPool.zeros(swa_pages, layout=layout, page_size=self.config.swa_page_size)
         if not compress_ratio(self.kind):
             return LayerCache(swa=swa)
@@ -147,6 +153,32 @@ class DSAAttention(nnx.Module):
         keys = jnp.zeros((pool.num_slots, self.config.index_head_dim), dtype)
         index = CompressedCache(entries=keys, state=self.indexer.compressor.init_state(state_rows, dtype))
         return LayerCache(swa=swa, compressed=compressed, index=index)
+
+    def _check_cache(self, cache, requests: int) -> None:
+        """ValueError unless the cache is one of this block's `init_cache`, with state for so many requests."""
+        if not isinstance(cache, LayerCache):
+            raise ValueError(f"`cache` must be a LayerCache, got {type(cache).__name__}.")
+        parts = [
+            ("compressed", cache.compressed, self.compressor if compress_ratio(self.kind) else None),
+            ("index", cache.index, self.indexer.compressor if self.kind == "c4" else None),
+        ]
+        for name, part, compressor in parts:
+            if (part is None) != (compressor is None):
+                came = "None" if part is None else "given"
+                raise ValueError(f"`cache` must be of a {self.kind} block (`init_cache`), its `{name}` is {came}.")
+            if part is None or compressor is None:
+                continue
+            wanted = jax.eval_shape(lambda c=compressor: c.init_state(requests, jnp.float32)).shape
+            if part.state.shape[1:] != wanted[1:]:
+                raise ValueError(
+                    f"`cache` must be of a {self.kind} block (`init_cache`), the ring of its `{name}` has shape "
+                    f"{part.state.shape}, not [state rows, {', '.join(map(str, wanted[1:]))}]."
+                )
+            if part.state.shape[0] < requests:
+                raise ValueError(
+                    f"`cache` must have state_rows={requests} or more (rows of req_to_token), got "
+                    f"{part.state.shape[0]}."
+                )
 
     def rows_to_share(self, x, angles, layout: KVLayout) -> dict[str, jax.Array]:
         """What every rank must have of these rows. Nothing else is communicated.
@@ -222,12 +254,7 @@ class DSAAttention(nnx.Module):
             raise ValueError(
                 f"`plan` must be made from page_tables[{ratio}] for a {self.kind} block, its chunk has none."
             )
-        requests = plan.chunk.req_to_token.shape[0]
-        if cache.compressed is not None and cache.compressed.state.shape[0] < requests:
-            raise ValueError(
-                f"`cache` must have state_rows={requests} or more (rows of req_to_token), got "
-                f"{cache.compressed.state.shape[0]}."
-            )
+        self._check_cache(cache, plan.chunk.req_to_token.shape[0])
         query_pos, query_req = (rank_rows(y, plan.cp_size, cp_rank) for y in (plan.query_pos, plan.query_req))
         angles = rope_angles(query_pos, self.frequencies)
         with jax.named_scope("gather_chunk"):

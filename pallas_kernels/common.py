@@ -1,5 +1,6 @@
 """What every op shares: integer helpers, argument checks, and the choice of an implementation."""
 
+import math
 import numbers
 import operator
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
@@ -48,15 +50,15 @@ def check_int(name: str, value: Any, low: int = 1) -> int:
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or number < low or isinstance(value, jax.Array):
+    if number is None or number < low or isinstance(value, bool | np.ndarray | jax.Array):
         raise ValueError(f"`{name}` must be an int >= {low}, got {value!r}.")
     return number
 
 
 def check_real(name: str, value: Any) -> float:
-    """`value` as a float; ValueError, naming the argument, unless it is a Python or NumPy number."""
-    if not isinstance(value, numbers.Real):
-        raise ValueError(f"`{name}` must be a number known when the function is traced, got {value!r}.")
+    """`value` as a float; ValueError, naming the argument, unless it is a finite Python or NumPy number."""
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"`{name}` must be a finite number known when the function is traced, got {value!r}.")
     return float(value)
 
 

@@ -253,7 +253,12 @@ def test_config():
     assert [flash.compressed_page_size(k) for k in ("c4", "c128")] == [64, 2]
     with pytest.raises(ValueError, match="`kind` must be 'c4' or 'c128', a c0 layer has no compressed pool"):
         flash.compressed_page_size("c0")
-    with pytest.raises(ValueError, match="`h_q` must be an int >= 1, got 0"):
-        DSAConfig(h_q=0, topk=1)
+    for wrong in (0, True, np.array(4), 4.0):
+        with pytest.raises(ValueError, match="`h_q` must be an int >= 1, got "):
+            DSAConfig(h_q=wrong, topk=1)
+    with pytest.raises(ValueError, match=r"`sm_scale` must be a finite number .* got nan"):
+        DSAConfig(h_q=1, topk=1, sm_scale=float("nan"))
+    with pytest.raises(ValueError, match=r"`d_rope` must be even .* got 63"):
+        DSAConfig(h_q=1, topk=1, d_rope=63)
     with pytest.raises(ValueError, match="`d_v` and `d_rope` must be <= d_qk=512"):
         DSAConfig(h_q=1, topk=1, d_v=576)

@@ -266,6 +266,10 @@ def test_presets_and_errors():
         DSAAttention(dataclasses.replace(SMALL, index_head_dim=32), "c4", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`kind` must be one of"):
         DSAAttention(SMALL, "c8", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="`config` must be DSAConfig, got NoneType"):
+        DSAAttention(None, "c0", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="`rngs` must be Rngs, got int"):
+        DSAAttention(SMALL, "c0", rngs=0)
 
 
 def test_bad_calls():
@@ -286,6 +290,20 @@ def test_bad_calls():
         call(cp_axis="cp")
     with pytest.raises(ValueError, match=r"`plan` must be made for cp_size=1 \(axis None\), got cp_size=2"):
         call(plan=make_plan(runner.chunk([0], [0], [8]), SMALL, cp_size=2))
+    with pytest.raises(ValueError, match="`cache` must be a LayerCache, got NoneType"):
+        call(cache=None)
+    for kind, message in (
+        ("c0", "its `compressed` is None"),
+        ("c128", r"has shape \(3, 128, .*, not \[state rows, 8, "),
+    ):
+        other = DSAAttention(SMALL, kind, rngs=nnx.Rngs(0))
+        other = other.init_cache(layout=KVLayout.F32, swa_pages=1, compressed_pages=1, state_rows=3)
+        with pytest.raises(ValueError, match=f"`cache` must be of a c4 block.*{message}"):
+            call(cache=other)
+    with pytest.raises(ValueError, match="`state_rows` must be an int >= 1, got 0"):
+        block.init_cache(layout=KVLayout.F32, swa_pages=1, compressed_pages=1, state_rows=0)
+    with pytest.raises(ValueError, match=r"`layout` must have rows of d_qk=512 values, got KVLayout.V32"):
+        block.init_cache(layout=KVLayout.V32, swa_pages=1, compressed_pages=1, state_rows=1)
     few = block.init_cache(layout=KVLayout.F32, swa_pages=1, compressed_pages=1, state_rows=1)
     with pytest.raises(ValueError, match=f"`cache` must have state_rows={NUM_REQS} or more .*got 1"):
         call(cache=few)

@@ -289,8 +289,8 @@ def test_peak_memory(gradient):
         (dict(attn_sink=[0.0] * 4), r"`attn_sink` must be an array, got list"),
         (dict(d_v=1024), r"`d_v` must be in 1..d_qk=512, got 1024"),
         (dict(d_v=None), r"`d_v` must be an int >= 1, got None"),
-        (dict(sm_scale=None), r"`sm_scale` must be a number known when the function is traced, got None"),
-        (dict(sm_scale=jnp.float32(1)), r"`sm_scale` must be a number known when the function is traced"),
+        (dict(sm_scale=None), r"`sm_scale` must be a finite number known when the function is traced, got None"),
+        (dict(sm_scale=jnp.float32(1)), r"`sm_scale` must be a finite number known when the function is traced"),
         (dict(implementation="triton"), r"`implementation` of sparse_mla_attention must be None, 'xla'"),
     ],
 )

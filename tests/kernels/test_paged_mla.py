@@ -198,7 +198,7 @@ def test_gradients(rng):
         (dict(attn_sink=jnp.zeros(4)), r"`attn_sink` must have shape \[h_q=3\], got \(4,\)"),
         (dict(d_v=0), r"`d_v` must be an int >= 1, got 0"),
         (dict(layout="V4"), r"`layout` must be a KVLayout"),
-        (dict(sm_scale="a"), r"`sm_scale` must be a number"),
+        (dict(sm_scale="a"), r"`sm_scale` must be a finite number"),
     ],
 )  # fmt: skip
 def test_bad_arguments(rng, change, message):

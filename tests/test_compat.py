@@ -305,7 +305,7 @@ def test_with_kvcache_refuses(to):
         (dict(extra_k_cache=as_k_cache(to(np.zeros((2, 37440), np.uint8)), 64, 584)), ValueError, "given together"),
         (dict(head_dim_v=600), ValueError, "`head_dim_v` must be <= 512 for V4 pages, got 600"),
         (dict(head_dim_v=None), ValueError, "`head_dim_v` must be an int"),
-        (dict(softmax_scale="1"), ValueError, "`softmax_scale` must be a number"),
+        (dict(softmax_scale="1"), ValueError, "`softmax_scale` must be a finite number"),
         (dict(q=to(np.zeros((2, 3, 4, 576), BF16))), ValueError, "d_qk=576"),
     ]:
         with pytest.raises(error, match=re.escape(message)):
@@ -317,7 +317,7 @@ def test_with_kvcache_refuses(to):
         (dict(indices=i32(2, 5)), "`indices` must have shape [s_q=2, h_kv=1, topk], got (2, 5)"),
         (dict(kv=None), "`kv` must be a torch tensor, got NoneType"),
         (dict(q=q.half()), "`q` must have dtype bfloat16 or float32, got float16"),
-        (dict(sm_scale=None), "`sm_scale` must be a number"),
+        (dict(sm_scale=None), "`sm_scale` must be a finite number"),
         (dict(q=None), "`q` must be a torch tensor, got NoneType"),
         (dict(kv=q[:, :1].to("meta")), f"`kv` must be on the device of `q`, {q.device}, got meta"),
     ]:

@@ -14,14 +14,9 @@ from dsa_cp_jax.config import DSAConfig, compress_ratio
 from dsa_cp_jax.kv_cache import KVPool, check_pool
 from dsa_cp_jax.paths import dense_prefill, sparse_prefill
 from dsa_cp_jax.round_robin import rank_rows
-from pallas_kernels.common import check_array, match_varying
+from pallas_kernels.common import check_array, check_type, match_varying
 
 PATHS = ("auto", "sparse", "dense")
-
-
-def _check_type(name: str, value, *wanted: type) -> None:
-    if not isinstance(value, wanted):
-        raise ValueError(f"`{name}` must be a {' or '.join(t.__name__ for t in wanted)}, got {type(value).__name__}.")
 
 
 def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sink, *, rows, h_q, kind, config, path):
@@ -80,7 +75,7 @@ def _check(q, plan: ChunkPlan, swa_pool, compressed_pool, topk_indices, attn_sin
 
 def check_cp(plan: ChunkPlan, cp_axis: str | None):
     """This rank's number on `cp_axis`, 0 without one; ValueError unless the plan is made for an axis of that size."""
-    _check_type("plan", plan, ChunkPlan)
+    check_type("plan", plan, ChunkPlan)
     cp_size, cp_rank = 1, 0
     if cp_axis is not None:
         try:
@@ -135,7 +130,7 @@ def dsa_prefill_attention_local(
       ValueError: as `dsa_prefill_attention`, or an axis whose size is not plan.cp_size.
     """
     cp_rank = check_cp(plan, cp_axis)
-    _check_type("config", config, DSAConfig)
+    check_type("config", config, DSAConfig)
     cp_size = plan.cp_size
     _check(
         q,
@@ -232,9 +227,9 @@ def dsa_prefill_attention(
         chunk that overflows its capacities or a pool.
       NotImplementedError: "mosaic_gpu" was named and a kernel does not serve the arguments.
     """
-    _check_type("plan", plan, ChunkPlan)
-    _check_type("config", config, DSAConfig)
-    _check_type("mesh", mesh, Mesh, AbstractMesh)
+    check_type("plan", plan, ChunkPlan)
+    check_type("config", config, DSAConfig)
+    check_type("mesh", mesh, Mesh, AbstractMesh)
     if head_axis is not None and head_axis == cp_axis:
         raise ValueError(f"`head_axis` must be another axis than `cp_axis`, got {head_axis!r} for both.")
     for name, axis in (("cp_axis", cp_axis), ("head_axis", head_axis)):

@@ -13,7 +13,7 @@ from jax import lax
 
 from dsa_cp_jax.config import LAYER_KINDS, DSAConfig, compress_ratio
 from dsa_cp_jax.gate import sparse_prefill_predicate
-from pallas_kernels.common import check_array, check_int
+from pallas_kernels.common import check_array, check_int, check_type
 
 INT32_MAX = np.iinfo(np.int32).max
 MOST_TOKENS = 2**30
@@ -313,9 +313,8 @@ def make_plan(chunk: PrefillChunk, config: DSAConfig, *, cp_size: int, gate: str
     """
     if gate not in ("seed", "wide"):
         raise ValueError(f"`gate` must be 'seed' or 'wide', got {gate!r}.")
-    for name, value, wanted in (("chunk", chunk, PrefillChunk), ("config", config, DSAConfig)):
-        if not isinstance(value, wanted):
-            raise ValueError(f"`{name}` must be a {wanted.__name__}, got {type(value).__name__}.")
+    check_type("chunk", chunk, PrefillChunk)
+    check_type("config", config, DSAConfig)
     capacity, (size,) = chunk.token_capacity, chunk.seq_lens.shape
     if capacity % check_int("cp_size", cp_size):
         raise ValueError(f"`cp_size` must divide token_capacity={capacity}, got {cp_size}.")

@@ -8,7 +8,7 @@ import numpy as np
 from dsa_cp_jax.chunk import INT32_MAX, PrefillChunk
 from dsa_cp_jax.config import LAYER_KINDS, DSAConfig, compress_ratio
 from dsa_cp_jax.kv_cache import KVPool, check_pool
-from pallas_kernels.common import cdiv
+from pallas_kernels.common import cdiv, check_type
 
 
 def validate_chunk(
@@ -26,10 +26,9 @@ def validate_chunk(
       ValueError: the table without a slot for a position or entry, the page table or pool that is too small, a pool
         that is not as config says.
     """
-    wanted = dict(chunk=PrefillChunk, config=DSAConfig, swa_pool=KVPool, compressed_pools=Mapping)
-    for (name, kind), value in zip(wanted.items(), (chunk, config, swa_pool, compressed_pools)):
-        if not isinstance(value, kind):
-            raise ValueError(f"`{name}` must be a {kind.__name__}, got {type(value).__name__}.")
+    check_type("chunk", chunk, PrefillChunk)
+    check_type("config", config, DSAConfig)
+    check_type("compressed_pools", compressed_pools, Mapping)
     check_pool("swa_pool", swa_pool, config.swa_page_size, config.d_qk)
     for kind, pool in compressed_pools.items():
         if compress_ratio(kind) not in chunk.page_tables:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import KVLayout, quantize_rows, write_records
-from pallas_kernels.common import check_array, check_int
+from pallas_kernels.common import check_array, check_int, check_type
 
 
 @jax.tree_util.register_dataclass
@@ -53,8 +53,7 @@ def _check_statics(layout, page_size) -> None:
 
 def check_pool(name: str, pool, page_size: int, d_qk: int) -> None:
     """ValueError unless `pool` is a KVPool with pages of that size and rows of that width."""
-    if not isinstance(pool, KVPool):
-        raise ValueError(f"`{name}` must be a KVPool, got {type(pool).__name__}.")
+    check_type(name, pool, KVPool)
     if pool.page_size != page_size or pool.layout.d != d_qk:
         raise ValueError(
             f"`{name}` must have page_size={page_size} and rows of d_qk={d_qk} (config), got "
@@ -78,8 +77,7 @@ def write_kv(pool: KVPool, slots: jax.Array, rows: jax.Array) -> KVPool:
     Raises:
       ValueError: a wrong shape, dtype or page stride.
     """
-    if not isinstance(pool, KVPool):
-        raise ValueError(f"`pool` must be a KVPool, got {type(pool).__name__}.")
+    check_type("pool", pool, KVPool)
     (n,) = check_array("slots", slots, jnp.int32, n=None)
     if getattr(rows, "dtype", None) == jnp.uint8:
         check_array("rows", rows, jnp.uint8, n=n, bytes_per_token=pool.layout.bytes_per_token)

@@ -27,7 +27,7 @@ from dsa_cp_jax.kv_cache import KVPool, write_kv
 from dsa_cp_jax.layers import RMSNorm, apply_rope, rms_normalize, rope_angles, rope_frequencies
 from dsa_cp_jax.round_robin import rank_rows
 from pallas_kernels import KVLayout, quantize_rows
-from pallas_kernels.common import check_array, check_int
+from pallas_kernels.common import check_array, check_int, check_type
 
 
 @jax.tree_util.register_dataclass
@@ -97,9 +97,8 @@ class DSAAttention(nnx.Module):
         Raises:
           ValueError: an unknown kind, groups that do not divide the heads, or widths that do not fit.
         """
-        for name, value, wanted in (("config", config, DSAConfig), ("rngs", rngs, nnx.Rngs)):
-            if not isinstance(value, wanted):
-                raise ValueError(f"`{name}` must be {wanted.__name__}, got {type(value).__name__}.")
+        check_type("config", config, DSAConfig)
+        check_type("rngs", rngs, nnx.Rngs)
         if config.h_q % config.o_groups:
             raise ValueError(f"`o_groups` must divide h_q={config.h_q}, got {config.o_groups}.")
         if config.d_v != config.d_qk:
@@ -156,8 +155,7 @@ class DSAAttention(nnx.Module):
 
     def _check_cache(self, cache, requests: int) -> None:
         """ValueError unless the cache is one of this block's `init_cache`, with state for so many requests."""
-        if not isinstance(cache, LayerCache):
-            raise ValueError(f"`cache` must be a LayerCache, got {type(cache).__name__}.")
+        check_type("cache", cache, LayerCache)
         parts = [
             ("compressed", cache.compressed, self.compressor if compress_ratio(self.kind) else None),
             ("index", cache.index, self.indexer.compressor if self.kind == "c4" else None),

@@ -283,7 +283,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--pages must be at least 1, got {args.pages}")
     if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         parser.error(f"--json must be a file in an existing directory, got {str(args.json)!r}")
-    if args.show_bug is not None and (args.cp or 4) > 16:
+    if args.show_bug is not None and (args.cp or 4) > 16:  # nobody could read it, and drawing takes minutes
         parser.error(f"--show-bug draws at most 16 ranks, got --cp {args.cp}")
     if args.show_bug is not None and (args.show_bug.suffix != ".png" or not args.show_bug.absolute().parent.is_dir()):
         parser.error(f"--show-bug must be a .png file in an existing directory, got {str(args.show_bug)!r}")

@@ -44,6 +44,12 @@ def check_array(name: str, x: Any, dtype: Any, /, **dims: int | None) -> tuple[i
     return tuple(x.shape)
 
 
+def check_type(name: str, value: Any, *wanted: type) -> None:
+    """ValueError, naming the argument, unless `value` is an instance of one of the classes `wanted`."""
+    if not isinstance(value, wanted):
+        raise ValueError(f"`{name}` must be a {' or '.join(t.__name__ for t in wanted)}, got {type(value).__name__}.")
+
+
 def check_int(name: str, value: Any, low: int = 1) -> int:
     """`value` as an int; ValueError, naming the argument, unless it is a Python or NumPy integer >= low."""
     try:

@@ -266,9 +266,9 @@ def test_presets_and_errors():
         DSAAttention(dataclasses.replace(SMALL, index_head_dim=32), "c4", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`kind` must be one of"):
         DSAAttention(SMALL, "c8", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="`config` must be DSAConfig, got NoneType"):
+    with pytest.raises(ValueError, match="`config` must be a DSAConfig, got NoneType"):
         DSAAttention(None, "c0", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="`rngs` must be Rngs, got int"):
+    with pytest.raises(ValueError, match="`rngs` must be a Rngs, got int"):
         DSAAttention(SMALL, "c0", rngs=0)
 
 

@@ -37,8 +37,18 @@ THREADS = 384
 TILED = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(128))
 """How a tile lies in shared memory: groups of 8 rows, in a group chunk after chunk, 128-byte swizzle."""
 
-_REF = plgpu.RefType()
-_TILE_REF = plgpu.RefType(TILED)
+
+def ref_type(transforms=(), *, read: bool = False, write: bool = False) -> plgpu.RefType:
+    """The type of a reference that inline code reads, writes or both; Pallas keeps inputs from being written to.
+
+    jax 0.11.2 does not ask which, later versions do.
+    """
+    asks = "write" in plgpu.RefType.__dataclass_fields__
+    return plgpu.RefType(transforms, **dict(read=read, write=write) if asks else {})
+
+
+READ, WRITE, UPDATE = ref_type(read=True), ref_type(write=True), ref_type(read=True, write=True)
+_WRITE_TILE = ref_type(TILED, write=True)
 _SCALAR = plgpu.Layout.WG_SPLAT
 _TOKENS = plgpu.Layout.WG_STRIDED((128,), vec_size=1)  # one register a thread
 _FOUR = plgpu.Layout.WG_STRIDED((512,), vec_size=1)  # four
@@ -191,7 +201,7 @@ class Hopper:
     def hidden_zero(ref):
         """An int32 0 that no compiler can fold: the top bits of a global address."""
 
-        @plgpu.inline_mgpu(arg_types=(_REF,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
+        @plgpu.inline_mgpu(arg_types=(READ,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
         def zero(ctx, ref):
             _, i32, i64 = _types()
             bits = arith.shrui(llvm.ptrtoint(i64, utils.memref_ptr(ref)), utils.c(60, i64))
@@ -216,7 +226,7 @@ class Hopper:
     def open_barriers(barriers, n: int, landing: int):
         """Initialises n barriers, the first `landing` of them for `copy_rows`; all threads of the block meet here."""
 
-        @plgpu.inline_mgpu(arg_types=(_REF,))
+        @plgpu.inline_mgpu(arg_types=(WRITE,))
         def init(ctx, barriers):
             first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), _c(0))
             for k in range(n):
@@ -237,7 +247,7 @@ class Hopper:
         One arrival a warp: Pallas' own barriers take 128.
         """
 
-        @plgpu.inline_mgpu(arg_types=(_REF,))
+        @plgpu.inline_mgpu(arg_types=(UPDATE,))
         def arrive(ctx, barriers):
             utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)
             first = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(utils.thread_idx(), _c(31)), _c(0))
@@ -252,7 +262,7 @@ class Hopper:
     def wait(barriers, k: int, parity):
         """Waits for the phase of barrier k with this parity: the first one has parity 0."""
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(READ, _SCALAR))
         def wait(ctx, barriers, parity):
             nvvm.mbarrier_try_wait_parity(_barrier(barriers, k), _scalar(parity), _c(10_000_000))
 
@@ -325,7 +335,7 @@ class Hopper:
     def load_scalar(ref, i):
         """ref[i] of a 1-D int32 array in global memory; issued here, waited for at the first use."""
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
+        @plgpu.inline_mgpu(arg_types=(READ, _SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
         def load(ctx, ref, i):
             _, i32, _ = _types()
             address = _at_byte(_global(ref), _scalar(i), 4)
@@ -352,7 +362,7 @@ class Hopper:
         given = [(ref, bound) for ref, bound in zip(lengths_refs, most) if ref is not None]
         rounds_of_others = sum(-(-bound // (2 * ROWS)) for ref, bound in zip(lengths_refs, most) if ref is None)
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _SCALAR, *[_REF] * len(given)), return_type=(scalar, scalar))
+        @plgpu.inline_mgpu(arg_types=(UPDATE, _SCALAR, *[READ] * len(given)), return_type=(scalar, scalar))
         def share(ctx, scratch, part, *lengths):
             _, i32, i64 = _types()
             (n,) = ir.MemRefType(lengths[0].type).shape
@@ -435,7 +445,7 @@ class Hopper:
         """
 
         @plgpu.inline_mgpu(
-            arg_types=(_REF, _SCALAR, _SCALAR, _SCALAR),
+            arg_types=(READ, _SCALAR, _SCALAR, _SCALAR),
             return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_TOKENS),
         )
         def load(ctx, indices, row, first, limit):
@@ -491,7 +501,7 @@ class Hopper:
           keep: False: evict first from L2, for rows that are read once.
         """
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _TILE_REF, _REF, _FOUR))
+        @plgpu.inline_mgpu(arg_types=(READ, _WRITE_TILE, UPDATE, _FOUR))
         def copy(ctx, rows, buffer, barriers, row_numbers):
             i8, i32, _ = _types()
             n, d = ir.MemRefType(rows.type).shape
@@ -534,7 +544,7 @@ class Hopper:
     def write_mask(mask_ref, tokens, n: int):
         """mask_ref[64 tile + row] = 0 where the token is in 0..n-1, else -inf."""
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _TOKENS))
+        @plgpu.inline_mgpu(arg_types=(WRITE, _TOKENS))
         def write(ctx, mask, tokens):
             f32 = ir.F32Type.get()
             thread = _thread()
@@ -550,7 +560,7 @@ class Hopper:
         """heads_ref[head : head + 64] of an [h_q] float32 array, in wgmma's per-row layout; anything past its end."""
 
         @plgpu.inline_mgpu(
-            arg_types=(_REF, _SCALAR), return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=_PER_ROW)
+            arg_types=(READ, _SCALAR), return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=_PER_ROW)
         )
         def load(ctx, heads, head):
             f32 = ir.F32Type.get()
@@ -567,7 +577,7 @@ class Hopper:
     def store_heads(values, out_ref, query, head, h_q: int):
         """out_ref[query * h_q + head + i] = values[i] for the heads that exist; values in wgmma's per-row layout."""
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _PER_ROW, _SCALAR, _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(WRITE, _PER_ROW, _SCALAR, _SCALAR))
         def store(ctx, out, values, query, head):
             f32 = ir.F32Type.get()
             thread, head = _thread(), _scalar(head)
@@ -593,7 +603,7 @@ class Hopper:
         The output is evicted first from L2: KV rows stay.
         """
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _WGMMA, _SCALAR, _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(WRITE, _WGMMA, _SCALAR, _SCALAR))
         def store(ctx, out, values, query, head):
             i8, i32, _ = _types()
             row_bytes = 2 * ir.MemRefType(out.type).shape[1]

@@ -24,13 +24,15 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.kv_layout import KVLayout
 from pallas_kernels.mosaic import (
-    _REF,
     _SCALAR,
-    _TILE_REF,
     _TOKENS,
     _WGMMA,
+    _WRITE_TILE,
     CHUNK,
+    READ,
     ROWS,
+    UPDATE,
+    WRITE,
     Hopper,
     _array,
     _at_byte,
@@ -278,7 +280,7 @@ class HopperPaged(Hopper):
         """`load_tokens` from the first, or with `extra` from the second of the index arrays."""
 
         @plgpu.inline_mgpu(
-            arg_types=(_SCALAR,) * 4 + (_REF,) * len(indices_refs),
+            arg_types=(_SCALAR,) * 4 + (READ,) * len(indices_refs),
             return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_TOKENS),
         )
         def load(ctx, extra, row, first, limit, *indices):
@@ -311,7 +313,7 @@ class HopperPaged(Hopper):
         """The 8 scale bytes of 128 V4 slots, two words a thread; issued here, waited for at the first use."""
 
         @plgpu.inline_mgpu(
-            arg_types=(_TOKENS, _SCALAR) + (_REF,) * len(pools),
+            arg_types=(_TOKENS, _SCALAR) + (READ,) * len(pools),
             return_type=plgpu.ShapeDtypeStruct((256,), jnp.int32, layout=_TWO),
         )
         def load(ctx, slots, extra, *pages):
@@ -341,7 +343,7 @@ class HopperPaged(Hopper):
           units, extra: of the round, see `locate`.
         """
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _TOKENS, _SCALAR) + (_REF,) * len(pages_refs))
+        @plgpu.inline_mgpu(arg_types=(WRITE, _TOKENS, _SCALAR) + (READ,) * len(pages_refs))
         def request(ctx, stage, units, extra, *pages):
             (tile, right), *_ = halves
             lane = _Lane.here()
@@ -374,7 +376,10 @@ class HopperPaged(Hopper):
         first = sum(len(_fp8_pieces(layout, r)) for _, r in halves[:j])
 
         @plgpu.inline_mgpu(
-            arg_types=(_REF, _TILE_REF, _REF, _SCALAR) + (_TOKENS, _SCALAR) * 2 + (_TWO,) + (_REF,) * len(pages_refs)
+            arg_types=(UPDATE, _WRITE_TILE, UPDATE, _SCALAR)
+            + (_TOKENS, _SCALAR) * 2
+            + (_TWO,)
+            + (READ,) * len(pages_refs)
         )
         def convert(ctx, stage, buffer, barriers, turn, units, extra, next_units, next_extra, scales, *pages):
             _, i32, _ = _types()
@@ -452,7 +457,7 @@ class HopperPaged(Hopper):
         layout = pool.layout
         pieces = _pieces(layout, right)
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _TOKENS, _TILE_REF, _REF))
+        @plgpu.inline_mgpu(arg_types=(READ, _TOKENS, _WRITE_TILE, UPDATE))
         def fetch(ctx, pages, slots, buffer, barriers):
             i8, i32, _ = _types()
             lane = _Lane.here()
@@ -511,7 +516,7 @@ class HopperPaged(Hopper):
         if out_ref.dtype != jnp.float32:
             return Hopper.store_rows(values, out_ref, query, head, h_q, column)
 
-        @plgpu.inline_mgpu(arg_types=(_REF, _WGMMA, _SCALAR, _SCALAR))
+        @plgpu.inline_mgpu(arg_types=(WRITE, _WGMMA, _SCALAR, _SCALAR))
         def store(ctx, out, values, query, head):
             i8, i32, _ = _types()
             row_bytes = 4 * ir.MemRefType(out.type).shape[1]

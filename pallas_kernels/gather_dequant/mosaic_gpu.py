@@ -30,6 +30,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels.common import cdiv
 from pallas_kernels.kv_layout import KVLayout
 from pallas_kernels.kv_rows import dequantize_rows
+from pallas_kernels.mosaic import READ, WRITE
 
 KERNEL_NAME = "gather_dequant"
 TILE_ROWS = 16
@@ -213,7 +214,7 @@ def _copy_tile(pool: _Pool, pages_ref, slots_ref, out_ref, row: jax.Array, live:
     plain_chunks = row_chunks - fp8_chunks
     num_slots = min(pool.num_pages * pool.page_size, 2**31)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + (plgpu.Layout.WG_SPLAT,) * 2)
+    @plgpu.inline_mgpu(arg_types=(READ, READ, WRITE) + (plgpu.Layout.WG_SPLAT,) * 2)
     def copy(_, pages, slots, out, row, live):
         utils = mgpu.utils
         i8, i32, i64 = (ir.IntegerType.get_signless(n) for n in (8, 32, 64))

@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common import cdiv
+from pallas_kernels.mosaic import READ, WRITE
 from pallas_kernels.swa_combine.reference import combined_width
 
 KERNEL_NAME = "combine_swa_indices"
@@ -134,7 +135,7 @@ class _Hopper:
         """`ref[at]` for a `[4]` array of valid positions."""
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), ROW),
+            arg_types=(READ, ROW),
             return_type=plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.int32, layout=ROW),
         )
         def load(_, ref, at):
@@ -154,7 +155,7 @@ class _Hopper:
         width = ref.shape[1]
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), ROW, plgpu.Layout.WG_SPLAT),
+            arg_types=(READ, ROW, plgpu.Layout.WG_SPLAT),
             return_type=plgpu.ShapeDtypeStruct((TILE_ROWS, columns), jnp.int32, layout=TILE),
         )
         def load(_, ref, row, first):
@@ -187,7 +188,7 @@ class _Hopper:
         """`ref[row, first + j] = values[:, j]` where that element exists."""
         rows, width = ref.shape
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW, plgpu.Layout.WG_SPLAT, TILE))
+        @plgpu.inline_mgpu(arg_types=(WRITE, ROW, plgpu.Layout.WG_SPLAT, TILE))
         def store(_, ref, row, first, values):
             i32 = ir.IntegerType.get_signless(32)
             row, first = _Hopper._scalar(row), first.registers.item()
@@ -208,7 +209,7 @@ class _Hopper:
         """`ref[row] = values` where that element exists."""
         (rows,) = ref.shape
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW, ROW))
+        @plgpu.inline_mgpu(arg_types=(WRITE, ROW, ROW))
         def store(_, ref, row, values):
             i32 = ir.IntegerType.get_signless(32)
             row = _Hopper._scalar(row)
